@@ -1,0 +1,70 @@
+"""Writing files so that a file under its final name is always whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+from data_prep.errors import InputError
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a directory durable (a rename is only safe once its directory is on disk)."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def make_directory(path: Path, what: str) -> Path:
+    """Create `path` and its parents. Raises InputError naming `what` when it can't be created."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{what} {path} can't be created: {error.strerror}; choose a writable directory") from None
+    return path
+
+
+@contextlib.contextmanager
+def atomic_open(path: Path, mode: str = "w"):
+    """Open a temporary file beside `path`; on leaving, fsync it and rename it to `path`.
+
+    An exception inside the block removes the temporary file and leaves whatever `path` held before.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    handle = open(temporary, mode, **({} if "b" in mode else {"encoding": "utf-8"}))
+    try:
+        yield handle
+        handle.flush()
+        os.fsync(handle.fileno())
+        handle.close()
+        os.replace(temporary, path)
+        fsync_directory(path.parent)
+    except BaseException:
+        handle.close()
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    with atomic_open(path) as handle:
+        handle.write(text)
+
+
+def write_json(path: Path, value) -> None:
+    """Write `value` as indented, strictly valid JSON (NaN and infinity raise ValueError)."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
+
+
+def read_json(path: Path):
+    """Read a JSON file of ours. Raises InputError naming the file when it is missing or broken."""
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error}); it was cut short or edited by hand") from None

@@ -1,0 +1,195 @@
+"""Token files in Megatron's MMIDIDX format: PREFIX.bin holds the tokens, PREFIX.idx says where each document lies.
+
+Megatron-LM, Megatron-DeepSpeed, gpt-neox and datatrove read and write the same bytes. All integers are
+little-endian; PREFIX.idx is
+
+    magic b"MMIDIDX\\0\\0" | version u64 = 1 | dtype code u8 | N sequences u64 | M document indices u64
+    | N lengths i32 (tokens) | N byte offsets i64 | M document indices i64 | optionally N modes i8
+
+A "document" here is what the format calls a sequence; Megatron's GPTDataset draws samples from sequences too.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.errors import InputError
+from data_prep.files import fsync_directory, make_directory
+
+MAGIC = b"MMIDIDX\x00\x00"
+LEGACY_MAGIC = b"TNTIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+TOKEN_DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
+DTYPE_CODES = {np.dtype(dtype): code for code, dtype in TOKEN_DTYPES.items()}
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The stored type for ids 0 .. vocab_size - 1: uint16 where they fit, else int32 (the format has no uint32)."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
+
+
+def token_prefix(path: str | Path) -> Path:
+    """The prefix of a token file pair, whether `path` is the prefix itself or one of its two files."""
+    path = Path(path)
+    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+
+
+def file_of(prefix: Path, suffix: str) -> Path:
+    # Not with_suffix: prefixes such as "v1.2_text_document" contain dots.
+    return prefix.with_name(prefix.name + suffix)
+
+
+class TokenFile:
+    """A memory-mapped token file pair, opened for reading.
+
+    Attributes:
+        prefix: path without .bin/.idx.
+        lengths: int32 [N], tokens in each document.
+        offsets: int64 [N], first token of each document, counted in tokens from the start of .bin.
+        tokens: [T], all tokens back to back, in the stored dtype.
+
+    Raises InputError naming the file when it is missing, empty, truncated or of another format.
+    """
+
+    def __init__(self, prefix: str | Path):
+        self.prefix = token_prefix(prefix)
+        index_path, data_path = file_of(self.prefix, ".idx"), file_of(self.prefix, ".bin")
+        for path in (index_path, data_path):
+            if not path.is_file():
+                raise InputError(f"token file {path} does not exist; give the path without .bin/.idx")
+        index_size, data_size = index_path.stat().st_size, data_path.stat().st_size
+        with open(index_path, "rb") as handle:
+            header = handle.read(HEADER.size)
+        if header.startswith(LEGACY_MAGIC):
+            raise InputError(f"{index_path} is a legacy TNTIDX file, not MMIDIDX; tokenize the text again")
+        if len(header) < HEADER.size or not header.startswith(MAGIC):
+            raise InputError(f"{index_path} ({index_size} bytes) is not a MMIDIDX index; tokenize the text again")
+        _, version, code, sequences, index_entries = HEADER.unpack(header)
+        if version != 1:
+            raise InputError(f"{index_path} has format version {version}; only version 1 is known")
+        if code not in TOKEN_DTYPES:
+            raise InputError(f"{index_path} has dtype code {code}, which holds no token ids; the file is damaged")
+        expected = HEADER.size + 12 * sequences + 8 * index_entries
+        if index_size not in (expected, expected + sequences):
+            raise InputError(f"{index_path} has {index_size} bytes, its header says {expected}: truncated or damaged")
+        self.dtype = np.dtype(TOKEN_DTYPES[code])
+        if sequences == 0 or data_size == 0:
+            raise InputError(f"{data_path} holds no tokens; its source was empty or every record was skipped")
+        raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+        start = HEADER.size
+        self.lengths = raw[start : start + 4 * sequences].view("<i4")
+        start += 4 * sequences
+        byte_offsets = raw[start : start + 8 * sequences].view("<i8")
+        total = int(self.lengths.sum(dtype=np.int64))
+        if total * self.dtype.itemsize != data_size:
+            raise InputError(
+                f"{data_path} has {data_size} bytes, but {index_path.name} counts {total} tokens of "
+                f"{self.dtype.itemsize} bytes = {total * self.dtype.itemsize}: one of the two is truncated or stale"
+            )
+        self.offsets = byte_offsets // self.dtype.itemsize
+        self.tokens = np.memmap(data_path, mode="r", dtype=self.dtype.newbyteorder("<"))
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def total_tokens(self) -> int:
+        return len(self.tokens)
+
+    def document(self, number: int) -> np.ndarray:
+        """Token ids of one document, [length], not copied."""
+        start = int(self.offsets[number])
+        return self.tokens[start : start + int(self.lengths[number])]
+
+    def document_at(self, position: int) -> int:
+        """The document that holds the token at `position` of .bin."""
+        return int(np.searchsorted(self.offsets, position, side="right")) - 1
+
+
+class TokenFileWriter:
+    """Writes one token file pair under temporary names; `close()` fsyncs and renames .bin, then .idx.
+
+    Used as a context manager: an exception removes the temporary files, and no output appears.
+    """
+
+    def __init__(self, prefix: str | Path, vocab_size: int):
+        self.prefix = token_prefix(prefix)
+        self.vocab_size = vocab_size
+        self.dtype = token_dtype(vocab_size)
+        self.max_token_id = -1
+        self.total_tokens = 0
+        self._lengths: list[np.ndarray] = []
+        make_directory(self.prefix.parent, "output directory")
+        self._temporary = {s: file_of(self.prefix, f"{s}.{os.getpid()}.tmp") for s in (".bin", ".idx")}
+        try:
+            self._data = open(self._temporary[".bin"], "wb")
+        except OSError as error:
+            raise InputError(f"can't write {self._temporary['.bin']}: {error.strerror}") from None
+
+    def add(self, ids, lengths=None) -> None:
+        """Append documents: `ids` [sum of lengths], `lengths` [documents] (default: all of `ids` is one document).
+
+        Raises InputError when an id is negative or not below `vocab_size`.
+        """
+        ids = np.asarray(ids)
+        lengths = np.asarray([len(ids)] if lengths is None else lengths, dtype=np.int32)
+        if len(ids):
+            highest = int(ids.max())
+            if highest >= self.vocab_size or int(ids.min()) < 0:
+                position = int(np.argmax((ids >= self.vocab_size) | (ids < 0)))
+                document = self.documents + int(np.searchsorted(np.cumsum(lengths), position, side="right"))
+                raise InputError(
+                    f"document {document} holds token id {int(ids[position])}, outside the vocabulary of "
+                    f"{self.vocab_size}; the tokenizer and its vocabulary size do not belong together"
+                )
+            self.max_token_id = max(self.max_token_id, highest)
+        self._data.write(ids.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+        self._lengths.append(lengths)
+        self.total_tokens += len(ids)
+
+    @property
+    def documents(self) -> int:
+        return sum(len(part) for part in self._lengths)
+
+    def close(self) -> None:
+        """Publish the pair. Raises InputError, leaving no output, when no document was added."""
+        if self.documents == 0:
+            self.abort()
+            raise InputError(f"0 documents written to {self.prefix}: the input is empty or every record was skipped")
+        lengths = np.concatenate(self._lengths)
+        # int64 before the running sum: int32 offsets wrap at 2 GiB.
+        offsets = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * self.dtype.itemsize
+        count = len(lengths)
+        with open(self._temporary[".idx"], "wb") as index:
+            index.write(HEADER.pack(MAGIC, 1, DTYPE_CODES[self.dtype], count, count + 1))
+            index.write(lengths.astype("<i4").tobytes())
+            index.write(offsets.astype("<i8").tobytes())
+            index.write(np.arange(count + 1, dtype="<i8").tobytes())
+            index.flush()
+            os.fsync(index.fileno())
+        self._data.flush()
+        os.fsync(self._data.fileno())
+        self._data.close()
+        # A stale index over new data would be read as whole: it goes first, the new one comes last.
+        file_of(self.prefix, ".idx").unlink(missing_ok=True)
+        for suffix in (".bin", ".idx"):
+            os.replace(self._temporary[suffix], file_of(self.prefix, suffix))
+        fsync_directory(self.prefix.parent)
+
+    def abort(self) -> None:
+        self._data.close()
+        for path in self._temporary.values():
+            path.unlink(missing_ok=True)
+
+    def __enter__(self) -> TokenFileWriter:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()

@@ -1,0 +1,210 @@
+"""Tokenize JSONL files into one MMIDIDX token file pair, the format that Megatron and gpt-neox read.
+
+The output is PREFIX_KEY_document.bin and .idx, with PREFIX_KEY_document.json beside them, which records sources, counts,
+tokenizer and versions. The bytes depend on neither the number of workers nor the chunking.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+
+import numpy as np
+
+from data_prep.errors import InputError, run_command
+from data_prep.files import write_json
+from data_prep.records import HARMLESS, BadRecord, check_inputs, line_chunks, parse_record
+from data_prep.token_file import TokenFileWriter, file_of, token_dtype
+from data_prep.tokenizer import TextTokenizer
+
+
+@dataclass
+class Chunk:
+    """What one piece of input became: ids of its documents back to back, their lengths, and the records left out."""
+
+    ids: np.ndarray
+    lengths: np.ndarray
+    bytes_read: int
+    counts: Counter = field(default_factory=Counter)
+    first_bad: tuple[int, BadRecord] | None = None
+
+
+class ChunkTokenizer:
+    """Turns lines into a Chunk. One a worker process; the tokenizer is loaded once in each."""
+
+    def __init__(self, tokenizer: str, key: str, append_eod: bool):
+        self.tokenizer = TextTokenizer(tokenizer)
+        self.key = key
+        self.append_eod = append_eod
+        self.dtype = token_dtype(self.tokenizer.vocab_size)
+
+    def __call__(self, first_line: int, lines: list[bytes]) -> Chunk:
+        texts, counts, first_bad = [], Counter(), None
+        for number, line in enumerate(lines, first_line):
+            text = parse_record(line, self.key)
+            if isinstance(text, BadRecord):
+                counts[text.reason] += 1
+                if first_bad is None and text.reason not in HARMLESS:
+                    first_bad = (number, text)
+                continue
+            counts["special_in_text"] += any(token in text for token in self.tokenizer.special_tokens)
+            texts.append(text)
+        documents = self.tokenizer.encode_batch(texts)
+        if self.append_eod:
+            for ids in documents:
+                ids.append(self.tokenizer.end_id)
+        counts["skipped_empty"] += sum(not ids for ids in documents)  # text that a normalizer removes whole
+        documents = [ids for ids in documents if ids]
+        lengths = np.fromiter(map(len, documents), dtype=np.int32, count=len(documents))
+        flat = np.fromiter((i for ids in documents for i in ids), dtype=self.dtype, count=int(lengths.sum()))
+        return Chunk(flat, lengths, sum(map(len, lines)), counts, first_bad)
+
+
+_worker: ChunkTokenizer
+
+
+def _start_worker(*arguments) -> None:
+    global _worker
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    _worker = ChunkTokenizer(*arguments)
+
+
+def _tokenize_in_worker(first_line: int, lines: list[bytes]) -> Chunk:
+    return _worker(first_line, lines)
+
+
+def tokenized_chunks(paths: list[Path], workers: int, *arguments) -> Iterator[tuple[Path, Chunk]]:
+    """Chunks of all files in input order, with at most two chunks a worker in memory."""
+    pieces = ((path, *piece) for path in paths for piece in line_chunks(path))
+    if workers <= 1:
+        tokenize = ChunkTokenizer(*arguments)
+        for path, first, lines in pieces:
+            yield path, tokenize(first, lines)
+        return
+    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=arguments) as pool:
+        pending: deque = deque()
+        for path, first, lines in pieces:
+            pending.append((path, pool.submit(_tokenize_in_worker, first, lines)))
+            if len(pending) >= 2 * workers:
+                path, future = pending.popleft()
+                yield path, future.result()
+        while pending:
+            path, future = pending.popleft()
+            yield path, future.result()
+
+
+def tokenize(
+    paths: list[Path],
+    output_prefix: Path,
+    tokenizer_path: str,
+    *,
+    json_key: str = "text",
+    workers: int = 1,
+    on_bad_record: str = "stop",
+    append_eod: bool = True,
+) -> dict:
+    """Write `output_prefix`_KEY_document.{bin,idx,json} from the records of `paths`; returns the report in the .json.
+
+    Raises InputError, leaving no output: for a missing file or tokenizer, a tokenizer without an end token when
+    `append_eod`, the first bad record when `on_bad_record` is "stop", and when no document is left.
+    """
+    from tqdm import tqdm
+
+    check_inputs(paths)
+    tokenizer = TextTokenizer(tokenizer_path)
+    if append_eod and tokenizer.end_id is None:
+        raise InputError(
+            f"tokenizer {tokenizer_path} names no eos_token; set one in its tokenizer_config.json or pass --append_eod false"
+        )
+    prefix = output_prefix.with_name(f"{output_prefix.name}_{json_key}_document")
+    file_of(prefix, ".json").unlink(missing_ok=True)
+    counts: Counter = Counter()
+    begin = time.perf_counter()
+    size = sum(path.stat().st_size for path in paths)
+    with (
+        TokenFileWriter(prefix, tokenizer.vocab_size) as writer,
+        tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress,
+    ):
+        for path, chunk in tokenized_chunks(paths, workers, tokenizer_path, json_key, append_eod):
+            if chunk.first_bad and on_bad_record == "stop":
+                line, bad = chunk.first_bad
+                raise InputError(f"{path}:{line}: {bad.detail}; mend the record or pass --on_bad_record skip")
+            writer.add(chunk.ids, chunk.lengths)
+            counts.update(chunk.counts)
+            progress.update(chunk.bytes_read)
+    report = {
+        "documents": writer.documents,
+        "tokens": writer.total_tokens,
+        "max_token_id": writer.max_token_id,
+        "vocab_size": tokenizer.vocab_size,
+        "dtype": writer.dtype.name,
+        "left_out": {
+            reason: count for reason, count in sorted(counts.items()) if count and reason != "special_in_text"
+        },
+        "special_in_text": counts["special_in_text"],
+        "sources": [{"path": str(path.resolve()), "bytes": path.stat().st_size} for path in paths],
+        "json_key": json_key,
+        "append_eod": append_eod,
+        "tokenizer": {
+            "path": str(Path(tokenizer_path).resolve()),
+            "sha256": tokenizer.sha256,
+            "eos_token": tokenizer.end_token,
+        },
+        "versions": {name: importlib.metadata.version(name) for name in ("tokenizers", "numpy")},
+        "seconds": round(time.perf_counter() - begin, 2),
+    }
+    write_json(file_of(prefix, ".json"), report)
+    return {"prefix": str(prefix), **report}
+
+
+def summary(report: dict) -> str:
+    """The closing line: where, how much, and what was left out by reason."""
+    left_out = "".join(f" {reason}={count}" for reason, count in report["left_out"].items())
+    special = f" special_in_text={report['special_in_text']}" if report["special_in_text"] else ""
+    size = sum(source["bytes"] for source in report["sources"])
+    return (
+        f"{report['prefix']}: docs={report['documents']} tokens={report['tokens']}{left_out}{special} "
+        f"({size / 1e6 / report['seconds']:.1f} MB/s)"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.tokenize_files", description=__doc__.splitlines()[0])
+    parser.add_argument("--input", nargs="+", type=Path, required=True, help="JSONL files, read in this order")
+    parser.add_argument("--output_prefix", type=Path, required=True, help="output path before _KEY_document.{bin,idx}")
+    parser.add_argument("--tokenizer", required=True, help="directory with tokenizer.json, or the file")
+    parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument("--on_bad_record", choices=["stop", "skip"], default="stop", help="default: stop")
+    parser.add_argument(
+        "--append_eod", choices=["true", "false"], default="true", help="end each document (default: true)"
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing token files")
+    arguments = parser.parse_args(argv)
+    existing = arguments.output_prefix.with_name(f"{arguments.output_prefix.name}_{arguments.json_key}_document.idx")
+    if existing.exists() and not arguments.overwrite:
+        raise InputError(f"{existing} exists; choose another --output_prefix or pass --overwrite")
+    report = tokenize(
+        arguments.input,
+        arguments.output_prefix,
+        arguments.tokenizer,
+        json_key=arguments.json_key,
+        workers=arguments.workers,
+        on_bad_record=arguments.on_bad_record,
+        append_eod=arguments.append_eod == "true",
+    )
+    print(summary(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

@@ -1,0 +1,84 @@
+"""Train a byte-level BPE tokenizer on JSONL files and save it as a directory that AutoTokenizer loads."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from data_prep.errors import InputError, run_command
+from data_prep.files import make_directory
+from data_prep.records import check_inputs, iterate_texts
+
+END_TOKEN = "<|endoftext|>"
+BYTES = 256
+
+
+def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -> int:
+    """Train on the records of `paths`; returns the vocabulary size reached (small inputs can give less)."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab_size <= BYTES + 1:
+        raise InputError(f"--vocab_size {vocab_size} is too small: {BYTES} bytes and {END_TOKEN} come first")
+    check_inputs(paths)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    texts = iterate_texts(paths, key)
+    first = next(texts, None)
+    if first is None:
+        raise InputError(f"0 documents in {', '.join(map(str, paths))}: nothing to train a tokenizer on")
+    tokenizer.train_from_iterator((text for part in ([first], texts) for text in part), trainer)
+
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    make_directory(temporary, "output directory")
+    try:
+        tokenizer.save(str(temporary / "tokenizer.json"))
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": END_TOKEN,
+            "eos_token": END_TOKEN,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": 10**9,
+        }
+        (temporary / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        if output.exists():
+            shutil.rmtree(output)
+        os.replace(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return tokenizer.get_vocab_size()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m data_prep.train_tokenizer", description=__doc__)
+    parser.add_argument("--input", nargs="+", type=Path, required=True, help="JSONL files")
+    parser.add_argument("--vocab_size", type=int, required=True, help="entries, the end-of-document token included")
+    parser.add_argument("--output", type=Path, required=True, help="directory to write")
+    parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
+    arguments = parser.parse_args(argv)
+    if arguments.output.exists() and not arguments.overwrite:
+        raise InputError(f"{arguments.output} exists; choose another --output or pass --overwrite")
+    begin = time.perf_counter()
+    size = train(arguments.input, arguments.vocab_size, arguments.output, arguments.json_key)
+    print(f"{arguments.output}: {size} tokens, {time.perf_counter() - begin:.1f} s")
+    if size < arguments.vocab_size:
+        print(
+            f"note: the text gave only {size} of the {arguments.vocab_size} tokens asked for; set model.vocab_size to it"
+        )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))

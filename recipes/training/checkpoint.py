@@ -1,0 +1,237 @@
+"""Saving and resuming: DeepSpeed writes and reads its own files; ours are the random states, the manifest and `latest`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data_prep.errors import InputError
+from recipes.training import checkpoint_files, distributed
+from recipes.training.ds_config import precision, zero_stage
+from recipes.training.schedule import recipe_factor
+
+logger = logging.getLogger("recipes")
+
+
+@dataclass
+class Progress:
+    """Where a run stands; the checkpoint's client state.
+
+    Samples advance with every step, the learning rate with applied updates only: a step with non-finite gradients
+    consumes its samples and applies nothing.
+    """
+
+    step: int = 0
+    consumed_samples: int = 0
+    consumed_tokens: int = 0
+    applied_updates: int = 0
+    skipped_steps: int = 0
+
+    def advance(self, samples: int, tokens: int, applied: bool) -> None:
+        self.step += 1
+        self.consumed_samples += samples
+        self.consumed_tokens += tokens
+        self.applied_updates += applied
+        self.skipped_steps += not applied
+
+    def counters(self) -> dict:
+        """The values of metrics.jsonl that come from here (the step has a place of its own there)."""
+        return {key: value for key, value in asdict(self).items() if key != "step"}
+
+
+def seed_ranks(seed: int, step: int, rank: int) -> None:
+    """Seed dropout and every other source of randomness: a pure function of (seed, step, rank)."""
+    words = np.random.SeedSequence([seed, step, rank]).generate_state(3, np.uint64)
+    torch.manual_seed(int(words[0]))
+    np.random.seed(int(words[1] % 2**32))
+    random.seed(int(words[2]))
+
+
+def save(engine, recipe, sizes, progress: Progress, fingerprint: dict, order_samples: int) -> Path:
+    """Save a checkpoint of `progress.step`, on all ranks together; returns its directory.
+
+    Args:
+        fingerprint: of the data, compared on resume.
+        order_samples: number of samples that the order was made for (part of the order under "megatron").
+    """
+    directory, rank = recipe.run_directory / "checkpoints", dist.get_rank()
+    writing = directory / checkpoint_files.incomplete_tag(progress.step)
+    if rank == 0:
+        shutil.rmtree(writing, ignore_errors=True)  # left by a run that was killed while saving
+    dist.barrier()
+    state = {"progress": asdict(progress), "data": fingerprint, "order_samples": order_samples}
+    engine.save_checkpoint(str(directory), tag=writing.name, client_state=state, save_latest=False)
+    torch.save(_random_state(), writing / f"random_state_rank_{rank}.pt")
+    dist.barrier()
+    names = checkpoint_files.files_of(writing)
+    mine = {
+        name: {"bytes": (writing / name).stat().st_size, "sha256": checkpoint_files.file_hash(writing / name)}
+        for name in names[rank :: sizes.world]
+    }
+    files = {name: entry for part in distributed.gather(mine) for name, entry in part.items()}
+    if rank == 0:
+        manifest = {
+            **asdict(progress),
+            **checkpoint_files.compatibility(recipe),
+            "layout": layout(engine, sizes),
+            "total_steps": recipe.total_steps,
+            "seed": recipe.seed,
+            "order_samples": order_samples,
+            "data": fingerprint,
+            "files": dict(sorted(files.items())),
+        }
+        checkpoint_files.publish(directory, progress.step, manifest)
+    dist.barrier()
+    return directory / checkpoint_files.tag(progress.step)
+
+
+def layout(engine, sizes) -> dict:
+    config = engine.config
+    return {**sizes.as_dict(), "zero_stage": zero_stage(config), "precision": precision(config)}
+
+
+def choose(recipe, sizes) -> Path | None:
+    """The checkpoint to resume from, the same on every rank, its checksums verified; None for a fresh start.
+
+    Raises InputError, on every rank, when checkpoints are there but none is usable.
+    """
+    if recipe.checkpoint.resume == "none":
+        return None
+    directory, rank = recipe.run_directory / "checkpoints", dist.get_rank()
+    damaged: dict[Path, str] = {}
+    while True:
+        found, fault = None, None
+        if rank == 0:
+            try:
+                found = checkpoint_files.find(directory, recipe.checkpoint.resume, damaged)
+            except InputError as error:
+                fault = str(error)
+        found, fault = distributed.broadcast((found, fault))
+        if fault is not None:
+            raise InputError(fault)
+        if found.chosen is None:
+            return None
+        names = list(checkpoint_files.read_manifest(found.chosen)["files"])[rank :: sizes.world]
+        faults = [f for f in distributed.gather(checkpoint_files.damaged_because(found.chosen, names)) if f]
+        if not faults:
+            break
+        damaged[found.chosen] = faults[0]
+    for path, why in found.passed_over:
+        logger.warning("passing over %s: %s", path, why)
+    return found.chosen
+
+
+def order_samples(recipe, path: Path | None) -> int:
+    """The number of samples that the order is made for: the schedule's, or under "megatron" the checkpoint's.
+
+    Raises InputError when a schedule made longer would change the order of samples already drawn.
+    """
+    wanted = recipe.total_steps * recipe.global_batch_size
+    if path is None or recipe.data.order != "megatron":
+        return wanted
+    made_for = checkpoint_files.read_manifest(path)["order_samples"]
+    if wanted > made_for:
+        raise InputError(
+            f"{path} has an order made for {made_for} samples, the schedule now asks for {wanted}: data.order=megatron "
+            "can't grow; keep the schedule's length, or train with data.order=epoch"
+        )
+    return made_for
+
+
+def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
+    """Load a checkpoint into the engine and restore this rank's random states; returns where the run stands.
+
+    The rate of the next update is that of the recipe and the ds_config as they are now.
+
+    Raises InputError when the data is not the data that the checkpoint was trained on.
+    """
+    manifest = checkpoint_files.read_manifest(path)
+    if (difference := _difference(manifest["data"], fingerprint)) is not None:
+        raise InputError(
+            f"{path} was trained on other data: {difference}; restore the data, or use another name=... for this run"
+        )
+    loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
+    if loaded is None:
+        raise RuntimeError(f"DeepSpeed could not load {path}")
+    progress = Progress(**state["progress"])
+    rank = dist.get_rank()
+    states = path / f"random_state_rank_{rank}.pt"
+    if states.exists() and manifest["layout"]["world"] == sizes.world:
+        _restore_random_state(torch.load(states, weights_only=True))
+    else:
+        seed_ranks(recipe.seed, progress.step, rank)
+    if manifest["total_steps"] != recipe.total_steps:
+        logger.warning(
+            "the schedule has changed: %d steps in the checkpoint, %d now", manifest["total_steps"], recipe.total_steps
+        )
+    _apply_schedule(engine, recipe_factor(recipe))
+    if rank == 0 and recipe.checkpoint.resume != "latest":
+        for later in checkpoint_files.checkpoints(path.parent):
+            if checkpoint_files.step_of(later) > progress.step:
+                logger.info("%s belongs to the abandoned branch; moved to %s", later, checkpoint_files.set_aside(later))
+    return progress
+
+
+def _apply_schedule(engine, factor) -> None:
+    # Loading restores the rates of the checkpoint: a changed schedule would act one update late, a changed peak never.
+    scheduler, peak = engine.lr_scheduler, engine.config["optimizer"]["params"]["lr"]
+    before = scheduler.base_lrs[0]
+    if before != peak:
+        logger.warning("the peak learning rate has changed: %g in the checkpoint, %g now", before, peak)
+    scheduler.base_lrs = [peak] * len(scheduler.base_lrs)
+    rates = [peak * factor(scheduler.last_epoch)] * len(scheduler.base_lrs)
+    scheduler._last_lr = rates
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _difference(before: dict, now: dict) -> str | None:
+    for key in {**before, **now}:
+        was, has = before.get(key), now.get(key)
+        if was == has:
+            continue
+        if key == "files" and isinstance(was, list) and isinstance(has, list):
+            if len(was) != len(has):
+                return f"{len(was)} files, now {len(has)}"
+            number = next(i for i, (a, b) in enumerate(zip(was, has, strict=True)) if a != b)
+            parts = [
+                f"{k} {was[number][k]} (now {has[number][k]})" for k in was[number] if was[number][k] != has[number][k]
+            ]
+            return f"file {number + 1}: {', '.join(parts)}"
+        return f"{key} {was} (now {has})"
+    return None
+
+
+def _random_state() -> dict:
+    """All of this rank's random states, as tensors and plain numbers: torch.load takes them with weights_only=True."""
+    from deepspeed.accelerator import get_accelerator
+
+    kind, keys, position, has_gauss, gauss = np.random.get_state()
+    version, words, next_gauss = random.getstate()
+    state = {
+        "torch": torch.get_rng_state(),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss],
+        "python": [version, list(words), next_gauss],
+    }
+    if get_accelerator().device_name() != "cpu":
+        state["device"] = get_accelerator().get_rng_state().cpu()
+    return state
+
+
+def _restore_random_state(state: dict) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    torch.set_rng_state(state["torch"])
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    version, words, next_gauss = state["python"]
+    random.setstate((version, tuple(words), next_gauss))
+    if "device" in state:
+        get_accelerator().set_rng_state(state["device"])

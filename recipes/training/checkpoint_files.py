@@ -1,0 +1,196 @@
+"""Checkpoints on disk: which are complete, which is newest, what they hold. Needs no torch.
+
+    checkpoints/global_stepN/    DeepSpeed's files, random states, and manifest.json, written last
+    checkpoints/latest           the newest one's name, replaced after its manifest
+
+A directory appears under its final name by a rename once its manifest is in it, so an incomplete one is either an
+`.incomplete_global_stepN`, or was damaged later: its files no longer have the sizes in the manifest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_prep.errors import InputError
+from data_prep.files import fsync_directory, write_text
+
+TAG = re.compile(r"global_step(\d+)")
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+
+@dataclass
+class Found:
+    """What a search found: the chosen checkpoint, None when there are none at all, and those passed over with why."""
+
+    chosen: Path | None
+    passed_over: list[tuple[Path, str]] = field(default_factory=list)
+
+
+def tag(step: int) -> str:
+    return f"global_step{step}"
+
+
+def incomplete_tag(step: int) -> str:
+    return f".incomplete_{tag(step)}"
+
+
+def step_of(path: Path) -> int:
+    return int(TAG.fullmatch(path.name).group(1))
+
+
+def checkpoints(directory: Path) -> list[Path]:
+    """Checkpoint directories by step, oldest first, complete or not."""
+    if not directory.is_dir():
+        return []
+    return sorted((p for p in directory.iterdir() if TAG.fullmatch(p.name) and p.is_dir()), key=step_of)
+
+
+def find(directory: Path, resume: str, damaged: dict[Path, str] | None = None) -> Found:
+    """The checkpoint to resume from: the newest complete one, or step `resume`.
+
+    Args:
+        damaged: checkpoints already known to be unusable, and why.
+
+    Raises InputError when checkpoints are there but none is complete, or the step asked for is not.
+    """
+    candidates, damaged = checkpoints(directory), damaged or {}
+    if resume == "latest":
+        found = Found(None)
+        for path in reversed(candidates):
+            fault = damaged.get(path) or incomplete_because(path)
+            if fault is None:
+                found.chosen = path
+                return found
+            found.passed_over.append((path, fault))
+        if found.passed_over:
+            raise InputError(
+                f"no complete checkpoint in {directory}: {_faults(found.passed_over)}; restore one, or start anew with "
+                "another name=... or --resume none"
+            )
+        return found
+    path = directory / tag(int(resume))
+    if path not in candidates:
+        steps = ", ".join(str(step_of(p)) for p in candidates) or "none"
+        raise InputError(f"--resume {resume}: {path} does not exist; steps there: {steps}")
+    if (fault := damaged.get(path) or incomplete_because(path)) is not None:
+        raise InputError(f"--resume {resume}: {_faults([(path, fault)])}; choose another step")
+    return Found(path)
+
+
+def incomplete_because(path: Path) -> str | None:
+    """Why a checkpoint can't be used, by its manifest's file sizes; None when it can."""
+    try:
+        manifest = read_manifest(path)
+    except InputError as error:
+        return str(error)
+    for name, entry in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if file.stat().st_size != entry["bytes"]:
+            return f"{name} has {file.stat().st_size} bytes instead of {entry['bytes']}"
+    return None
+
+
+def damaged_because(path: Path, names: list[str]) -> str | None:
+    """Why files do not have the content that the manifest records; None when all of `names` do."""
+    files = read_manifest(path)["files"]
+    for name in names:
+        if file_hash(path / name) != files[name]["sha256"]:
+            return f"the content of {name} does not match its checksum"
+    return None
+
+
+def read_manifest(path: Path) -> dict:
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError("it has no manifest.json: it was never finished") from None
+    except (ValueError, OSError):
+        raise InputError("its manifest.json can't be read") from None
+    if manifest.get("format") != FORMAT:
+        raise InputError(f"its manifest has format {manifest.get('format')!r}; this version reads {FORMAT}")
+    return manifest
+
+
+def file_hash(path: Path) -> str:
+    with open(path, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def files_of(path: Path) -> list[str]:
+    """Names of a checkpoint's files, relative to it, the manifest left out."""
+    names = (p.relative_to(path).as_posix() for p in path.rglob("*") if p.is_file())
+    return sorted(name for name in names if name != MANIFEST)
+
+
+def publish(directory: Path, step: int, manifest: dict) -> Path:
+    """Make a written checkpoint visible: manifest, fsync, rename to its final name, then `latest`."""
+    path, final = directory / incomplete_tag(step), directory / tag(step)
+    for name in manifest["files"]:
+        with open(path / name, "rb") as handle:
+            os.fsync(handle.fileno())
+    write_text(path / MANIFEST, json.dumps({"format": FORMAT, "step": step, **manifest}, indent=1) + "\n")
+    set_aside(final)
+    os.rename(path, final)
+    fsync_directory(directory)
+    write_text(directory / "latest", final.name)
+    return final
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename a file or directory out of the way, losing nothing; returns the new name, None when nothing was there."""
+    if not path.exists():
+        return None
+    number = 1
+    while (aside := path.with_name(f"{path.name}.replaced_{number}")).exists():
+        number += 1
+    os.rename(path, aside)
+    return aside
+
+
+def compatibility(recipe) -> dict:
+    """What must be the same for a checkpoint to continue in a run: kept in the manifest."""
+    model = dataclasses.asdict(recipe.model)
+    model.pop("init")
+    return {"model": model, "global_batch_size": recipe.global_batch_size}
+
+
+def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
+    """Raises InputError when the checkpoint is of another model, batch, precision or layout than the run to be."""
+    manifest = read_manifest(path)
+    now = compatibility(recipe)
+    was_model, now_model = manifest["model"], now["model"]
+    changed = [key for key in {**was_model, **now_model} if was_model.get(key) != now_model.get(key)]
+    if changed:
+        pairs = ", ".join(f"{key} {was_model.get(key)} (now {now_model.get(key)})" for key in changed)
+        raise InputError(f"{path} is of another model: {pairs}; use another name=... for this run")
+    if manifest["global_batch_size"] != recipe.global_batch_size:
+        raise InputError(
+            f"{path} was trained with global_batch_size {manifest['global_batch_size']}, now {recipe.global_batch_size}: the "
+            "order of samples and the schedule would change; keep it, or use another name=..."
+        )
+    from recipes.training.ds_config import precision, zero_stage
+
+    layout = manifest["layout"]
+    if layout["zero_stage"] != zero_stage(ds_config) or layout["precision"] != precision(ds_config):
+        raise InputError(
+            f"{path} was saved with ZeRO stage {layout['zero_stage']} in {layout['precision']}, the run asks for stage "
+            f"{zero_stage(ds_config)} in {precision(ds_config)}; resume with the same"
+        )
+    if sizes is not None and layout["world"] != sizes.world:
+        raise InputError(
+            f"{path} was saved by {layout['world']} ranks, the run has {sizes.world}; start it with {layout['world']}"
+        )
+
+
+def _faults(faults: list[tuple[Path, str]]) -> str:
+    return "; ".join(f"{path.name}: {fault}" for path, fault in faults)

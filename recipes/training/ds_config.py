@@ -1,0 +1,216 @@
+"""The ds_config JSON: read as DeepSpeed reads it, overridden, and checked for what DeepSpeed gets wrong in silence.
+
+DeepSpeed 0.19.8 ignores unknown keys at the top level, takes "false" for true, and defaults gradient_clipping to 1.0;
+what is refused here never reaches a rank. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from pathlib import Path
+
+import hjson
+
+from data_prep.errors import InputError
+from recipes.training.settings import _parse_value
+from recipes.training.sizes import ACCUMULATION, BATCH, MICRO, Sizes
+
+# Keys that DeepSpeed 0.19.8 reads, by section; tests/recipes/test_ds_config.py compares the sections that it defines as
+# models with the installed package. Keys beginning with "_" are notes.
+KNOWN_KEYS: dict[str, tuple[str, ...]] = {
+    "": tuple(
+        f"{BATCH} {MICRO} {ACCUMULATION} managed_gradient_accumulation steps_per_print dump_state disable_python_gc "
+        "disable_allgather communication_data_type seq_parallel_communication_data_type prescale_gradients "
+        "gradient_predivide_factor gradient_allreduce_op zero_optimization zero_allow_untested_optimizer "
+        "zero_force_ds_cpu_optimizer activation_checkpointing comms_logger tensorboard wandb csv_monitor comet "
+        "gradient_clipping fp16 bf16 bfloat16 torch_autocast optimizer scheduler flops_profiler wall_clock_breakdown "
+        "memory_breakdown autotuning use_data_before_expert_parallelism hybrid_engine pipeline data_efficiency checkpoint "
+        "data_types aio dataloader_drop_last log_level datastates_ckpt weight_quantization compile timers tensor_parallel "
+        "expert_parallel vocabulary_size sequence_parallel_size data_parallel_size".split()
+    ),
+    "optimizer": ("type", "params", "legacy_fusion"),
+    "zero_optimization": tuple(
+        ["allgather_bucket_size", "allgather_partitions", "allgather_sequential", "compute_grad_norm", "contiguous_gradients", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks", "gather_16bit_weights_on_model_save", "ignore_unused_parameters", "leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear", "model_persistence_threshold", "module_granularity_threshold", "offload_optimizer", "offload_param", "overlap_comm", "override_module_apply", "param_persistence_threshold", "parameter_alignment", "pipeline_loading_checkpoint", "prefetch_bucket_size", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage", "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_all_reduce_for_fetch_params", "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights"]
+    ),
+    "zero_optimization.offload_optimizer": tuple(
+        ["buffer_count", "cpuadam_cores_perc", "device", "fast_init", "nvme_path", "pin_memory", "pipeline_read", "pipeline_write", "ratio", "super_offload"]
+    ),
+    "zero_optimization.offload_param": tuple(["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"]),
+    "bf16": tuple(
+        ["bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "enabled", "immediate_grad_update"]
+    ),
+    "fp16": tuple(
+        ["auto_cast", "consecutive_hysteresis", "enabled", "fp16_master_weights_and_grads", "hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale"]
+    ),
+    "activation_checkpointing": tuple(
+        ["partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints", "profile", "synchronize_checkpoint_boundary"]
+    ),
+}
+ADAM_PARAMS = tuple(
+    ["lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused"]
+)
+
+REMOVED = {
+    "elasticity": "launch with fewer or more ranks; the recipe keeps global_batch_size",
+    "amp": "use bf16 or fp16",
+    "nebula": "use `checkpoint` in the recipe",
+    "sparse_gradients": "leave it out",
+    "compression_training": "leave it out",
+    "quantize_training": "leave it out",
+    "eigenvalue": "leave it out",
+    "sparse_attention": "leave it out",
+    "graph_harvesting": "leave it out",
+    "curriculum_learning": "leave it out",
+    "progressive_layer_drop": "leave it out",
+}
+ELSEWHERE = {
+    "scheduler": "the learning rate schedule is the recipe's `schedule` section",
+    "tensorboard": "the recipe's monitor.tensorboard writes the event files",
+}
+NOT_OFFERED = (
+    "tensor_parallel",
+    "expert_parallel",
+    "sequence_parallel_size",
+    "pipeline",
+    "hybrid_engine",
+    "data_efficiency",
+)
+
+
+def load_ds_config(path: str | Path, overrides: list[str] = ()) -> dict:
+    """Read the JSON (hjson, duplicate keys refused, as in DeepSpeed) and apply KEY.PATH=VALUE overrides."""
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"ds_config {path} does not exist; see deepspeed_config in the recipe")
+    try:
+        config = hjson.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_no_duplicates)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: not valid JSON: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict) or not config:
+        raise InputError(f"{path}: the file holds no JSON object")
+    for override in overrides:
+        key, _, value = override.partition("=")
+        *sections, last = key.split(".")
+        target = config
+        for section in sections:
+            target = target.setdefault(section, {})
+            if not isinstance(target, dict):
+                raise InputError(f"override ds.{override}: {section} is a value in {path}, not a section")
+        target[last] = _parse_value(value)
+    return config
+
+
+def check_ds_config(config: dict, where: str, accelerator: str | None = None) -> None:
+    """Raises InputError for the first key that DeepSpeed would ignore, misread, or refuse once the ranks are up.
+
+    Args:
+        where: the file's name, for messages.
+        accelerator: "cpu", "cuda", ... where known.
+    """
+
+    def refuse(key: str, message: str):
+        raise InputError(f"{where}: {key}: {message}")
+
+    for key in config:
+        if key in REMOVED:
+            refuse(key, f"DeepSpeed 0.19 has removed it; {REMOVED[key]}")
+        if key in ELSEWHERE:
+            refuse(key, f"not here: {ELSEWHERE[key]}")
+        if key in NOT_OFFERED:
+            refuse(key, "recipes/pretrain.py does not offer it; take it out")
+    for section, known in KNOWN_KEYS.items():
+        values = config
+        for part in filter(None, section.split(".")):
+            values = values.get(part, {}) if isinstance(values, dict) else {}
+        if section and section.split(".")[0] in config and not isinstance(values, dict):
+            refuse(section, f"must be a section, not {values!r}")
+        for key in values:
+            if key not in known and not key.startswith("_"):
+                refuse(f"{section}.{key}".lstrip("."), _nearest(key, known))
+    for key, value in _leaves(config):
+        if value == "auto":
+            refuse(key, '"auto" means something only inside the Hugging Face trainer; state the value')
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            refuse(key, f"the string {value!r} counts as true whatever it says; write {value.lower()} without quotes")
+
+    optimizer = config.get("optimizer")
+    if not isinstance(optimizer, dict) or "type" not in optimizer:
+        refuse("optimizer", 'state one, such as {"type": "AdamW", "params": {"lr": 3e-4}}')
+    params = optimizer.get("params", {})
+    if not isinstance(params.get("lr"), (int, float)) or params["lr"] <= 0:
+        refuse("optimizer.params.lr", f"state the peak learning rate as a positive number, not {params.get('lr')!r}")
+    if str(optimizer["type"]).lower() in ("adam", "adamw"):
+        for key in params:
+            if key not in ADAM_PARAMS and not key.startswith("_"):
+                refuse(f"optimizer.params.{key}", _nearest(key, ADAM_PARAMS))
+    if not isinstance(config.get("gradient_clipping"), (int, float)):
+        refuse(
+            "gradient_clipping",
+            "state it (0 turns clipping off): an absent one means 1.0 in DeepSpeed 0.19 and meant off before",
+        )
+
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
+        refuse("zero_optimization.stage", f"{stage!r} must be 0, 1, 2 or 3")
+    fp16, bf16 = (_enabled(config, key) for key in ("fp16", "bf16"))
+    if fp16 and (bf16 or _enabled(config, "bfloat16")):
+        refuse("fp16.enabled", "fp16 and bf16 are both enabled; keep one")
+    if fp16 and accelerator == "cpu":
+        refuse("fp16.enabled", "a CPU can't train in fp16: use bf16 or fp32")
+    offload = zero.get("offload_optimizer", {}).get("device", "none")
+    if offload != "none" and params.get("torch_adam"):
+        refuse("optimizer.params.torch_adam", "optimizer offload needs DeepSpeed's CPU Adam; take one of the two out")
+
+
+def engine_config(config: dict, sizes: Sizes) -> dict:
+    """The dict that the engine is given: the user's, with the batch keys alone rewritten.
+
+    train_batch_size is left out: with tensor parallelism DeepSpeed counts the tensor ranks in it.
+    """
+    config = copy.deepcopy(config)
+    config.pop(BATCH, None)
+    config[MICRO], config[ACCUMULATION] = sizes.micro_batch, sizes.accumulation
+    return config
+
+
+def zero_stage(config: dict) -> int:
+    return config.get("zero_optimization", {}).get("stage", 0)
+
+
+def precision(config: dict) -> str:
+    """ "bf16", "fp16" or "fp32": what the weights in the forward pass are."""
+    if _enabled(config, "fp16"):
+        return "fp16"
+    return "bf16" if _enabled(config, "bf16") or _enabled(config, "bfloat16") else "fp32"
+
+
+def _enabled(config: dict, key: str) -> bool:
+    return bool(config.get(key, {}).get("enabled", False))
+
+
+def _nearest(key: str, known: tuple[str, ...]) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return "unknown key, which DeepSpeed would ignore or refuse" + (f"; did you mean {close[0]}?" if close else "")
+
+
+def _no_duplicates(pairs) -> dict:
+    values: dict = {}
+    for key, value in pairs:
+        if key in values:
+            raise InputError(f"key {key!r} stands twice in one section; keep one")
+        values[key] = value
+    return values
+
+
+def _leaves(values: dict, prefix: str = ""):
+    for key, value in values.items():
+        if key.startswith("_"):
+            continue
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,174 @@
+"""How ranks end: stop signals agreed on at a step boundary, and a fault on one rank that ends all of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from data_prep.errors import InputError
+from data_prep.files import write_json
+
+POLL_S = 0.5
+FAULT, USER_MISTAKE = 1, 2
+
+
+class StopSignals:
+    """Remembers that SIGTERM, SIGUSR1 or SIGINT came; the training loop asks at each step boundary.
+
+    Installed only when there is something to save: before that the signals end the process as usual.
+    """
+
+    NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+    def __init__(self):
+        self.received: str | None = None
+        for number in self.NUMBERS:
+            signal.signal(number, self._remember)
+
+    def _remember(self, number, _frame) -> None:
+        self.received = signal.Signals(number).name
+
+    def stop_requested(self) -> bool:
+        return self.received is not None
+
+
+class SkipGuard:
+    """Ends a run whose updates are left out time after time, the gradients not being finite."""
+
+    def __init__(self, most_in_a_row: int):
+        self.most_in_a_row, self.in_a_row = most_in_a_row, 0
+
+    def check(self, step: int, applied: bool) -> None:
+        """Raises FloatingPointError at the limit, naming the last good step."""
+        self.in_a_row = 0 if applied else self.in_a_row + 1
+        if self.in_a_row >= self.most_in_a_row:
+            raise FloatingPointError(
+                f"{self.in_a_row} steps in a row had no update, the gradients not being finite; the last good step was "
+                f"{step - self.in_a_row} (guards.max_skipped_in_a_row)"
+            )
+
+
+def failure_file(logs: Path, rank: int) -> Path:
+    return logs / f"failed_rank_{rank}.json"
+
+
+def first_failure(logs: Path) -> dict | None:
+    """The earliest failure that any rank reported, None when none did."""
+    failures = []
+    for file in logs.glob("failed_rank_*.json"):
+        try:
+            failures.append(json.loads(file.read_text(encoding="utf-8")))
+        except (OSError, ValueError):
+            continue
+    return min(failures, key=lambda failure: failure["time"], default=None)
+
+
+def clear_failures(logs: Path) -> None:
+    for file in logs.glob("failed_rank_*.json"):
+        file.unlink(missing_ok=True)
+
+
+def describe(failure: dict) -> str:
+    """One line: whose fault, what."""
+    if failure["exit_code"] == USER_MISTAKE:
+        return f"error: {failure['error']}"
+    return f"error: rank {failure['rank']} on {failure['host']} failed: {failure['error']} (see {failure['log']})"
+
+
+class FaultWatch:
+    """Ends this rank when another one has failed, even while a collective blocks the main thread.
+
+    A failing rank writes logs/failed_rank_N.json; a daemon thread in every other one polls for it and leaves at once.
+    Without it the deepspeed launcher ends ranks that hold a signal handler one after the other, 30 s each.
+    """
+
+    def __init__(self, run_directory: Path, rank: int):
+        self.run_directory, self.rank = run_directory, rank
+        self.logs = run_directory / "logs"
+        self._closed = threading.Event()
+        if rank == 0:
+            clear_failures(self.logs)
+        threading.Thread(target=self._watch, name="fault-watch", daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(POLL_S):
+            failure = first_failure(self.logs)
+            if failure is not None and failure["rank"] != self.rank:
+                logging.getLogger(__name__).info("leaving: %s", describe(failure))
+                _leave(failure["exit_code"])
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Report this rank's failure and leave the process: no clean-up that could block on the other ranks."""
+        self.close()
+        earlier = first_failure(self.logs)
+        mistake = isinstance(error, InputError)
+        text = str(error) if mistake else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+        failure = {
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "error": text,
+            "exit_code": USER_MISTAKE if mistake else FAULT,
+            "time": time.time(),
+            "log": str(self.logs / f"rank_{self.rank}.log"),
+            "traceback": None if mistake else "".join(traceback.format_exception(error)),
+        }
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            write_json(failure_file(self.logs, self.rank), failure)
+        except OSError as problem:
+            print(f"could not report the failure below in {self.logs}: {problem}", file=sys.stderr)
+        if mistake and self.rank != 0:
+            time.sleep(2 * POLL_S)  # a mistake that all ranks see is printed once, by rank 0
+            earlier = first_failure(self.logs)
+            earlier = earlier if earlier and earlier["rank"] != self.rank else None
+        if earlier is None:
+            if not mistake:
+                print(failure["traceback"], file=sys.stderr, flush=True)
+                logging.getLogger(__name__).error("failed", exc_info=error)
+            print(describe(failure), file=sys.stderr, flush=True)
+            write_state(self.run_directory, "failed", None, text)
+        _leave(failure["exit_code"])
+
+
+def write_state(run_directory: Path, state: str, step: int | None, cause: str | None) -> None:
+    """state.json: running | finished | stopped | failed, the last step, the cause."""
+    previous = run_directory / "state.json"
+    if step is None and previous.exists():
+        try:
+            step = json.loads(previous.read_text(encoding="utf-8")).get("step")
+        except ValueError:
+            step = None
+    try:
+        write_json(previous, {"state": state, "step": step, "cause": cause, "time": time.time()})
+    except OSError as problem:
+        print(f"could not write {previous}: {problem}", file=sys.stderr)
+
+
+def refuse_before_start(error: InputError, local_rank: int) -> int:
+    """A mistake found before the process group exists: every rank has found it, local rank 0 prints it.
+
+    The others wait for the launcher to end them: one that left first would take rank 0 down before it printed.
+    """
+    if local_rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(20)
+    return USER_MISTAKE
+
+
+def _leave(code: int) -> None:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

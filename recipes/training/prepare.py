@@ -1,0 +1,125 @@
+"""Everything that can be decided before a process group exists: recipe, ds_config, sizes, data, run directory.
+
+`launch.run` and `launch.check` call it before any rank starts, and every rank calls it again. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from data_prep.errors import InputError
+from data_prep.files import read_json
+from data_prep.samples import DataSpec, SampleStream
+from data_prep.token_file import TokenFile, file_of
+from recipes.training import checkpoint_files, ds_config
+from recipes.training.settings import SYNTHETIC, Recipe, load_recipe
+from recipes.training.sizes import Sizes, resolve_sizes
+
+
+@dataclass
+class Prepared:
+    """A run that has passed every check that needs no device.
+
+    `sizes` is None where the world size is not known yet.
+    """
+
+    recipe: Recipe
+    ds_config: dict
+    sizes: Sizes | None
+
+
+def prepare(arguments, world_size: int | None, accelerator: str | None = None, files: bool = True) -> Prepared:
+    """Read and check what `arguments` (of `settings.recipe_parser`) name. Raises InputError for the first mistake.
+
+    Args:
+        world_size: ranks in all; None where not known yet.
+        accelerator: "cpu", "cuda", ... where known.
+        files: whether to look at the data and the run directory too.
+    """
+    recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config, arguments.resume)
+    config = ds_config.load_ds_config(recipe.deepspeed_config, overrides)
+    ds_config.check_ds_config(config, recipe.deepspeed_config, accelerator)
+    sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size)
+    if not files:
+        return Prepared(recipe, config, sizes)
+    check_data(recipe)
+    if recipe.data.order == "epoch":  # megatron's order is built for the whole run: too slow to build twice
+        training_stream(recipe)
+    validation_stream(recipe)
+    check_run_directory(recipe, config, sizes)
+    return Prepared(recipe, config, sizes)
+
+
+def check_data(recipe: Recipe) -> None:
+    """Token files are there and whole, hold enough samples, and fit the vocabulary."""
+    for files in (recipe.data.files, recipe.data.validation_files):
+        if files in (None, SYNTHETIC):
+            continue
+        for entry in files:
+            tokens = TokenFile(entry["path"])
+            sidecar = file_of(tokens.prefix, ".json")
+            made_by = read_json(sidecar) if sidecar.exists() else {}
+            highest = made_by.get("max_token_id", -1)
+            if highest >= recipe.model.vocab_size:
+                raise InputError(
+                    f"{tokens.prefix} holds token id {highest}, outside model.vocab_size {recipe.model.vocab_size}; set "
+                    f"model.vocab_size to at least {made_by.get('vocab_size', highest + 1)} or tokenize with another tokenizer"
+                )
+    if recipe.data.tokenizer is not None:
+        check_tokenizer(Path(recipe.data.tokenizer), recipe.model.vocab_size)
+
+
+def check_tokenizer(directory: Path, vocab_size: int) -> None:
+    """The tokenizer is there and every id of its vocabulary, added tokens included, has an embedding row."""
+    file = directory / "tokenizer.json"
+    if not file.is_file():
+        raise InputError(f"data.tokenizer: {file} does not exist; give a directory that AutoTokenizer loads, or null")
+    from data_prep.tokenizer import TextTokenizer
+
+    size = TextTokenizer(directory).vocab_size
+    if size > vocab_size:
+        raise InputError(
+            f"data.tokenizer {directory} has {size} tokens, model.vocab_size is {vocab_size}: raise it to at least {size}"
+        )
+
+
+def training_stream(recipe: Recipe, num_samples: int | None = None) -> SampleStream:
+    """The training samples. Raises InputError when the data can't give what the schedule asks for.
+
+    Args:
+        num_samples: samples that the order is made for; default: those of the schedule.
+    """
+    num_samples = num_samples or recipe.total_steps * recipe.global_batch_size
+    spec = _data_spec(recipe, recipe.data.files, recipe.data.order, recipe.seed, num_samples)
+    stream = SampleStream(replace(spec, max_epochs=recipe.data.max_epochs))
+    stream.check(recipe.global_batch_size)
+    return stream
+
+
+def validation_stream(recipe: Recipe) -> tuple[SampleStream, int] | None:
+    """The validation samples and how many of them one validation takes; None without validation files.
+
+    Always the same samples: the first ones of the first epoch's shuffle.
+    """
+    if recipe.data.validation_files is None:
+        return None
+    # Synthetic validation tokens must not be the training ones: another seed.
+    stream = SampleStream(_data_spec(recipe, recipe.data.validation_files, "epoch", recipe.seed + 1, 0))
+    wanted = recipe.validation.samples
+    return stream, min(wanted or stream.samples_per_epoch, stream.samples_per_epoch)
+
+
+def _data_spec(recipe: Recipe, files, order: str, seed: int, num_samples: int) -> DataSpec:
+    pairs = None if files == SYNTHETIC else tuple((entry["path"], entry["weight"]) for entry in files)
+    return DataSpec(pairs, recipe.data.seq_length, order, seed, num_samples, recipe.model.vocab_size)
+
+
+def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None) -> None:
+    """Checkpoints in the run directory are of this model, this batch and this layout, and one is whole."""
+    directory = recipe.run_directory / "checkpoints"
+    if recipe.checkpoint.resume == "none":
+        return
+    found = checkpoint_files.find(directory, recipe.checkpoint.resume)
+    if found.chosen is not None:
+        checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)

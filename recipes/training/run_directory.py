@@ -1,0 +1,130 @@
+"""The run directory: what a run was started with, its logs, its state."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import socket
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+from data_prep.files import make_directory, read_json, write_json, write_text
+from recipes.training import checkpoint_files, faults
+from recipes.training.settings import REPOSITORY, effective_yaml
+
+PACKAGES = ("deepspeed", "torch", "transformers", "tokenizers", "numpy", "omegaconf")
+logger = logging.getLogger("recipes")
+
+
+def open_run_directory(prepared) -> None:
+    """Rank 0 makes the directory; with --resume none an earlier run there is moved aside, whole."""
+    directory = prepared.recipe.run_directory
+    if prepared.recipe.checkpoint.resume == "none" and checkpoint_files.checkpoints(directory / "checkpoints"):
+        moved = checkpoint_files.set_aside(directory)
+        print(f"--resume none: the earlier run in {directory} was moved to {moved}")
+    for name in ("checkpoints", "logs"):
+        make_directory(directory / name, "run directory")
+
+
+def record_start(prepared, device) -> int:
+    """Write recipe.yaml, ds_config.json and environment.json; returns the attempt's number, from 1. Rank 0 only."""
+    directory, recipe = prepared.recipe.run_directory, prepared.recipe
+    environment = directory / "environment.json"
+    attempts = read_json(environment)["attempts"] if environment.exists() else []
+    attempts.append(
+        {
+            "attempt": len(attempts) + 1,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": [sys.executable, *sys.argv],
+            "directory": os.getcwd(),
+            "host": socket.gethostname(),
+            "device": str(device),
+            "sizes": prepared.sizes.as_dict(),
+            "python": platform.python_version(),
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "git": _git_state(),
+        }
+    )
+    write_json(environment, {"attempts": attempts})
+    write_text(directory / "ds_config.json", json.dumps(prepared.ds_config, indent=2) + "\n")
+    recipe_text = effective_yaml(recipe).replace(recipe.deepspeed_config, str(directory / "ds_config.json"))
+    write_text(directory / "recipe.yaml", recipe_text)
+    faults.write_state(directory, "running", None, None)
+    return len(attempts)
+
+
+def record_end(recipe, step: int, signal_name: str | None) -> None:
+    """state.json and the closing line: finished, or stopped by a signal (to this rank, or to another: None)."""
+    finished = step >= recipe.total_steps
+    cause = None if finished else signal_name or "a signal to another rank"
+    faults.write_state(recipe.run_directory, "finished" if finished else "stopped", step, cause)
+    if finished:
+        logger.info("finished at step %d: %s", step, recipe.run_directory)
+    else:
+        logger.info(
+            "stopped at step %d of %d by %s; the same command goes on from here", step, recipe.total_steps, cause
+        )
+
+
+def start_logging(directory: Path, rank: int) -> None:
+    """Every rank to logs/rank_N.log; rank 0 to the screen too. Python warnings and DeepSpeed's log go the same way."""
+    to_file = logging.FileHandler(directory / "logs" / f"rank_{rank}.log", encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers: list[logging.Handler] = [to_file]
+    if rank == 0:
+        to_screen = logging.StreamHandler(sys.stdout)
+        to_screen.setFormatter(logging.Formatter("%(message)s"))
+        to_screen.addFilter(lambda record: record.name.startswith("recipes") or record.levelno >= logging.WARNING)
+        handlers.append(to_screen)
+    root = logging.getLogger()
+    root.handlers = handlers
+    root.setLevel(logging.INFO)
+    logging.captureWarnings(True)
+    # DeepSpeed 0.19.8 calls a function that torch 2.13 has renamed; no user can do anything about it.
+    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    deepspeed_logger = logging.getLogger("DeepSpeed")
+    deepspeed_logger.handlers = []
+    deepspeed_logger.propagate = True
+
+
+def _git_state() -> dict | None:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(REPOSITORY), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
+
+    try:
+        return {"commit": git("rev-parse", "HEAD"), "changed_files": len(git("status", "--porcelain").splitlines())}
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+class SampleLog:
+    """With monitor.samples, which samples a rank drew: a line a step in logs/samples_rank_N.jsonl."""
+
+    def __init__(self, recipe, rank: int):
+        path = recipe.run_directory / "logs" / f"samples_rank_{rank}.jsonl"
+        self._file = open(path, "a", encoding="utf-8") if recipe.monitor.samples else None
+
+    def write(self, step: int, batch) -> None:
+        """`batch`: the rank's StepBatch; its checksum tells whether two runs read the same tokens."""
+        if self._file is not None:
+            line = {"step": step, "samples": batch.samples.ravel().tolist(), "crc32": batch.checksum()}
+            self._file.write(json.dumps(line) + "\n")
+            self._file.flush()
+
+
+def memory_gib() -> float:
+    """Most device memory that this rank has held; on a CPU, the process's resident memory now."""
+    from deepspeed.accelerator import get_accelerator
+
+    if get_accelerator().device_name() == "cpu":
+        import psutil
+
+        return psutil.Process().memory_info().rss / 2**30
+    return get_accelerator().max_memory_allocated() / 2**30

@@ -1,0 +1,376 @@
+"""The recipe: dataclasses behind the YAML, read with OmegaConf, overridden from the command line.
+
+Every mistake is an InputError that names file and line (or the override), the reason, and the nearest known key.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import MISSING, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from data_prep.errors import InputError
+from recipes import models
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+SYNTHETIC = "synthetic"
+# Lengths that can be given in optimizer steps or in tokens; stating both in one file is an error.
+STEPS_OR_TOKENS = [("steps", "tokens"), ("warmup_steps", "warmup_tokens"), ("decay_steps", "decay_tokens")]
+
+
+@dataclass
+class DataSettings:
+    files: Any = MISSING  # token file, list of them, list of {path, weight}, or "synthetic"
+    validation_files: Any = None  # the same; null: no validation
+    tokenizer: str | None = None  # directory; copied into exports, its size checked against model.vocab_size
+    seq_length: int = MISSING  # tokens a sample
+    order: str = "epoch"  # epoch | megatron
+    max_epochs: float | None = None  # most epochs of any file; null: no bound
+    prefetch_steps: int = 2  # optimizer steps read ahead
+
+
+@dataclass
+class ValidationSettings:
+    every_steps: int | None = None  # optimizer steps; null: only before step 1 and after the last
+    samples: int | None = 256  # samples a validation; null: all
+
+
+@dataclass
+class ScheduleSettings:
+    steps: int | None = None  # length of the run in optimizer steps, or:
+    tokens: int | None = None  # length of the run in tokens
+    warmup_steps: int | None = None  # linear warm-up, or:
+    warmup_tokens: int | None = None
+    decay: str = "cosine"  # constant | cosine | linear | warmup_stable_decay
+    decay_steps: int | None = None  # length of the last part of warmup_stable_decay, or:
+    decay_tokens: int | None = None
+    final_ratio: float = 0.1  # last learning rate / peak learning rate
+
+
+@dataclass
+class CheckpointSettings:
+    every_steps: int | None = None  # optimizer steps; null: only at the end and on a signal
+    resume: str = "latest"  # latest | none | a step number
+
+
+@dataclass
+class MonitorSettings:
+    log_every_steps: int = 1  # optimizer steps between lines
+    tensorboard: bool = True  # event files in the run directory
+    samples: bool = False  # log the sample numbers of every step to logs/samples_rank_N.jsonl
+    peak_tflops: float | None = None  # of one device in the dtype used, for mfu; null: no mfu
+
+
+@dataclass
+class GuardSettings:
+    max_skipped_in_a_row: int = 10  # optimizer steps without an update (non-finite gradients) before the run gives up
+
+
+@dataclass
+class Recipe:
+    name: str = MISSING  # the run directory is output_dir/name
+    seed: int = 1234  # of initial weights, dropout and data order
+    output_dir: str = "runs"
+    model: Any = MISSING  # the settings class of model.family
+    global_batch_size: int = MISSING  # sequences an optimizer step, whatever the number of devices
+    data: DataSettings = field(default_factory=DataSettings)
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
+    schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
+    checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    guards: GuardSettings = field(default_factory=GuardSettings)
+    deepspeed_config: str = MISSING  # the ds_config JSON that goes with the recipe
+
+    @property
+    def run_directory(self) -> Path:
+        return Path(self.output_dir) / self.name
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.global_batch_size * self.data.seq_length
+
+    def steps_of(self, name: str) -> int:
+        """`steps`, `warmup` or `decay` of the schedule in optimizer steps (tokens rounded up to whole steps); 0: not set."""
+        steps_key, tokens_key = next(pair for pair in STEPS_OR_TOKENS if pair[0].removesuffix("_steps") == name)
+        steps, tokens = getattr(self.schedule, steps_key), getattr(self.schedule, tokens_key)
+        return steps if steps is not None else -(-tokens // self.tokens_per_step) if tokens is not None else 0
+
+    @property
+    def total_steps(self) -> int:
+        return self.steps_of("steps")
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser whose mistakes are InputErrors."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str):
+        raise InputError(f"{message}; see --help")
+
+
+def recipe_parser(description: str, **options) -> argparse.ArgumentParser:
+    """The options that pretraining and its checker share."""
+    parser = OneLineParser(description=description, **options)
+    parser.add_argument("--deepspeed_config", help="ds_config JSON, in place of the recipe's")
+    parser.add_argument("--resume", help="latest | none | STEP; short for checkpoint.resume=...")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="schedule.steps=50; ds.zero_optimization.stage=2 for the JSON"
+    )
+    return parser
+
+
+def load_recipe(
+    path: str | Path, overrides: list[str] = (), deepspeed_config: str | None = None, resume: str | None = None
+) -> tuple[Recipe, list[str]]:
+    """Read a recipe YAML (a path, or the name of one in recipes/) and apply overrides.
+
+    Returns the recipe, all its paths absolute, and the overrides of the ds_config (the "ds." prefix taken off).
+    Paths in the YAML are relative to it, paths in overrides to the working directory.
+    """
+    path = _find_recipe(path)
+    pairs = [_split_override(override) for override in overrides]
+    ds_overrides = [f"{key[3:]}={value}" for key, value in pairs if key.startswith("ds.")]
+    pairs = [(key, value) for key, value in pairs if not key.startswith("ds.")]
+    if deepspeed_config is not None:
+        pairs.append(("deepspeed_config", deepspeed_config))
+    if resume is not None:
+        pairs.append(("checkpoint.resume", resume))
+
+    text = path.read_text(encoding="utf-8")
+    try:
+        node = yaml.compose(text)
+        raw = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise InputError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
+    if not isinstance(raw, dict):
+        raise InputError(f"{path}: the file holds no settings")
+    lines = _key_lines(node)
+
+    schedule = raw.get("schedule") or {}
+    for steps_key, tokens_key in STEPS_OR_TOKENS:
+        if schedule.get(steps_key) is not None and schedule.get(tokens_key) is not None:
+            raise InputError(
+                f"{_at(path, lines, f'schedule.{tokens_key}')}: schedule.{steps_key} and schedule.{tokens_key} are both given; keep one"
+            )
+        for here, other in ((steps_key, tokens_key), (tokens_key, steps_key)):
+            if any(key == f"schedule.{here}" for key, _ in pairs):
+                schedule.pop(other, None)
+
+    values = [(key, _parse_value(value), f"override {key}={value}") for key, value in pairs]
+    family = next((value for key, value, _ in values if key == "model.family"), (raw.get("model") or {}).get("family"))
+    schema = OmegaConf.structured(Recipe)
+    known = models.family(family, _at(path, lines, "model.family")).Settings
+    OmegaConf.update(schema, "model", OmegaConf.structured(known))
+
+    _check_keys(raw, Recipe, known, "", lambda key: _at(path, lines, key))
+    for key, _, where in values:
+        nested: Any = None
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        _check_keys(nested, Recipe, known, "", lambda _key, where=where: where)
+
+    resolve_paths(raw, path.parent)
+    merged = _merge(schema, raw, lambda key: _at(path, lines, key))
+    for key, value, where in values:
+        nested = value
+        for part in reversed(key.split(".")):
+            nested = {part: nested}
+        resolve_paths(nested, Path.cwd())
+        merged = _merge(merged, nested, lambda _key, where=where: where)
+    try:
+        recipe: Recipe = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise InputError(f"{path}: {_first_line(error)}") from None
+    recipe.output_dir = str(Path(recipe.output_dir).resolve())
+    recipe.data.files = normalize_files(recipe.data.files, "data.files")
+    if recipe.data.validation_files is not None:
+        recipe.data.validation_files = normalize_files(recipe.data.validation_files, "data.validation_files")
+    check_recipe(recipe, lambda key: next((w for k, _, w in reversed(values) if k == key), _at(path, lines, key)))
+    return recipe, ds_overrides
+
+
+def check_recipe(recipe: Recipe, where) -> None:
+    """Rules that need nothing but the recipe. `where(key)` names the place of a key. Raises InputError."""
+
+    def need(condition: bool, key: str, message: str) -> None:
+        if not condition:
+            raise InputError(f"{where(key)}: {key} {message}")
+
+    need(
+        "/" not in recipe.name and recipe.name not in ("", ".", ".."),
+        "name",
+        f"{recipe.name!r} must be a plain directory name",
+    )
+    need(recipe.global_batch_size > 0, "global_batch_size", f"{recipe.global_batch_size} must be positive")
+    need(recipe.data.seq_length > 0, "data.seq_length", f"{recipe.data.seq_length} must be positive")
+    need(recipe.data.order in ("epoch", "megatron"), "data.order", f"{recipe.data.order!r} must be epoch or megatron")
+    need(recipe.data.prefetch_steps > 0, "data.prefetch_steps", f"{recipe.data.prefetch_steps} must be positive")
+    shapes = ("constant", "cosine", "linear", "warmup_stable_decay")
+    need(
+        recipe.schedule.decay in shapes,
+        "schedule.decay",
+        f"{recipe.schedule.decay!r} must be one of {', '.join(shapes)}",
+    )
+    need(
+        0 <= recipe.schedule.final_ratio <= 1,
+        "schedule.final_ratio",
+        f"{recipe.schedule.final_ratio:g} must lie in 0 .. 1",
+    )
+    total, warmup, decay = (recipe.steps_of(name) for name in ("steps", "warmup", "decay"))
+    need(total > 0, "schedule.steps", "(or schedule.tokens) must be given and positive: how long is the run?")
+    need(
+        0 <= warmup <= total,
+        "schedule.warmup_steps",
+        f"is {warmup} steps, the whole run {total}: shorten the warm-up or lengthen the run",
+    )
+    if recipe.schedule.decay == "warmup_stable_decay":
+        need(
+            0 < decay <= total - warmup,
+            "schedule.decay_steps",
+            f"is {decay} steps; it must lie in 1 .. {total - warmup} (run {total} less warm-up {warmup})",
+        )
+    else:
+        need(decay == 0, "schedule.decay_steps", "belongs to schedule.decay=warmup_stable_decay")
+    for key, value in (
+        ("validation.every_steps", recipe.validation.every_steps),
+        ("validation.samples", recipe.validation.samples),
+        ("checkpoint.every_steps", recipe.checkpoint.every_steps),
+        ("monitor.log_every_steps", recipe.monitor.log_every_steps),
+        ("guards.max_skipped_in_a_row", recipe.guards.max_skipped_in_a_row),
+    ):
+        need(value is None or value > 0, key, f"{value} must be positive")
+    resume = recipe.checkpoint.resume
+    need(
+        resume in ("latest", "none") or resume.isdigit(),
+        "checkpoint.resume",
+        f"{resume!r} must be latest, none or a step number",
+    )
+    models.family(recipe.model.family).check(recipe.model, recipe.data.seq_length, need)
+
+
+def normalize_files(files, key: str):
+    """ "synthetic", or a list of {path, weight}, whatever of the accepted forms was given."""
+    if files == SYNTHETIC:
+        return SYNTHETIC
+    entries = [files] if isinstance(files, (str, dict)) else files
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{key} must be a token file, a list of them, a list of {{path, weight}}, or {SYNTHETIC}")
+    normal = []
+    for entry in entries:
+        entry = {"path": entry} if isinstance(entry, str) else entry
+        if not isinstance(entry, dict) or "path" not in entry or set(entry) - {"path", "weight"}:
+            raise InputError(f"{key}: {entry!r} must be a path or {{path: ..., weight: ...}}")
+        normal.append({"path": entry["path"], "weight": entry.get("weight", 1.0)})
+    return normal
+
+
+def resolve_paths(values: dict, base: Path) -> None:
+    """Make the path-valued settings in `values` absolute, relative ones being relative to `base`. In place."""
+
+    def absolute(value):
+        return str((base / Path(value).expanduser()).resolve()) if isinstance(value, str) else value
+
+    for key in ("output_dir", "deepspeed_config"):
+        if key in values:
+            values[key] = absolute(values[key])
+    data = values.get("data")
+    if isinstance(data, dict):
+        if "tokenizer" in data:
+            data["tokenizer"] = absolute(data["tokenizer"])
+        for key in ("files", "validation_files"):
+            files = data.get(key)
+            if files is None or files == SYNTHETIC:
+                continue
+            entries = files if isinstance(files, list) else [files]
+            data[key] = [
+                {**e, "path": absolute(e.get("path"))} if isinstance(e, dict) else absolute(e) for e in entries
+            ]
+
+
+def effective_yaml(recipe: Recipe) -> str:
+    """The recipe as YAML that can be run again."""
+    return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def _find_recipe(path: str | Path) -> Path:
+    path = Path(path)
+    if path.is_file():
+        return path.resolve()
+    if len(path.parts) == 1 and path.suffix in ("", ".yaml"):
+        named = (
+            REPOSITORY / "recipes" / f"{path.stem}.yaml"
+            if path.suffix
+            else REPOSITORY / "recipes" / f"{path.name}.yaml"
+        )
+        if named.is_file():
+            return named
+    names = sorted(p.stem for p in (REPOSITORY / "recipes").glob("*.yaml"))
+    raise InputError(f"recipe {path} does not exist; give a YAML file or one of the shipped names: {', '.join(names)}")
+
+
+def _split_override(override: str) -> tuple[str, str]:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise InputError(f"override {override!r} is not KEY=VALUE, such as schedule.steps=50")
+    return key, value
+
+
+def _parse_value(text: str):
+    """An override's value, read as YAML: 50, 1e-3, true, null, [a, b], text."""
+    try:
+        return OmegaConf.to_container(OmegaConf.create({"value": yaml.safe_load(text)}))["value"]
+    except yaml.YAMLError:
+        return text
+
+
+def _check_keys(values, recipe_class, model_class, prefix: str, where) -> None:
+    """Refuse keys that the dataclasses do not have, naming the nearest one."""
+    known = {f.name: f for f in dataclasses.fields(recipe_class)}
+    for key, value in (values or {}).items():
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
+            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
+            raise InputError(f"{where(prefix + str(key))}: unknown key {prefix}{key}; {hint}")
+        nested = model_class if f"{prefix}{key}" == "model" else known[key].default_factory
+        if dataclasses.is_dataclass(nested) and isinstance(value, dict):
+            _check_keys(value, nested, model_class, f"{prefix}{key}.", where)
+
+
+def _merge(schema, values: dict, where):
+    try:
+        return OmegaConf.merge(schema, values)
+    except OmegaConfBaseException as error:
+        key = error.full_key or ""
+        raise InputError(f"{where(key)}: {key}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+def _key_lines(node, prefix: str = "") -> dict[str, int]:
+    """{dotted key: line} of a composed YAML document."""
+    lines: dict[str, int] = {}
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            lines[prefix + key.value] = key.start_mark.line + 1
+            lines.update(_key_lines(value, f"{prefix}{key.value}."))
+    return lines
+
+
+def _at(path: Path, lines: dict[str, int], key: str) -> str:
+    """FILE:LINE of a key, or of the nearest section that is there."""
+    while key and key not in lines:
+        key = key.rpartition(".")[0]
+    return f"{path}:{lines[key]}" if key else str(path)
