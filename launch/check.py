@@ -30,13 +30,12 @@ def describe(prepared) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = recipe_parser(__doc__.splitlines()[0], prog="python -m launch.check")
-    parser.add_argument("recipe", nargs="?", help="recipe YAML, or the name of one in recipes/")
+    usage = "python -m launch.check [options] R.yaml [KEY=VALUE ...]"
+    parser = recipe_parser(__doc__.splitlines()[0], prog="python -m launch.check", usage=usage)
     parser.add_argument("--world_size", type=int, help="ranks; without it, sizes that depend on them are not checked")
     parser.add_argument(
         "--all", action="store_true", help="every shipped recipe, at its ds_config's _hardware, data left out"
     )
-    # intermixed: KEY=VALUE pairs may stand before and after options
     arguments = parser.parse_intermixed_args(argv)
     if arguments.all:
         for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
@@ -44,8 +43,9 @@ def main(argv: list[str] | None = None) -> int:
             devices = prepare(arguments, None, files=False).ds_config.get("_hardware", {}).get("devices")
             print(describe(prepare(arguments, devices, files=False)), end="\n\n")
         return 0
-    if arguments.recipe is None:
-        raise InputError("name a recipe, or pass --all")
+    if not arguments.overrides or "=" in arguments.overrides[0]:
+        raise InputError(f"name a recipe first, or pass --all; usage: {usage}")
+    arguments.recipe, *arguments.overrides = arguments.overrides
     print(describe(prepare(arguments, arguments.world_size)))
     print("ok")
     return 0

@@ -77,7 +77,6 @@ else
     sed -i "s/^torch==.*/torch==$pin+$torch/" "$requirements"
   fi
 fi
-.venv/bin/python -m pip install "${options[@]}" --requirement <(grep -v '^-e' "$requirements")
-.venv/bin/python -m pip install "${options[@]}" --editable .
+.venv/bin/python -m pip install "${options[@]}" --requirement "$requirements"
 printf '%s\n%s\n' "$wanted" "torch: $torch" >.venv/setup_complete
 echo "setup: done in ${SECONDS} s"

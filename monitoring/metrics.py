@@ -8,6 +8,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+# Training lines of metrics.jsonl, in this order. Validation lines have step, validation_loss, validation_tokens.
+KEYS = ["step", "consumed_samples", "consumed_tokens", "loss", "grad_norm", "lr", "applied_updates", "skipped_steps", "loss_scale", "step_time_s", "data_wait_s", "tokens_per_s", "tokens_per_s_per_device", "model_tflops_per_device", "mfu", "memory_gib", "attempt", "time"]
 # Keys whose values are no curve.
 NOT_PLOTTED = {"step", "attempt", "time"}
 
@@ -45,8 +47,10 @@ class MetricsWriter:
 
     def write(self, step: int, values: dict) -> None:
         """One line of metrics.jsonl; finite numbers go to TensorBoard too."""
-        values = {key: value for key, value in values.items() if key != "applied"}
-        line = jsonable({"step": step, **values, "attempt": self.attempt, "time": time.time()})
+        values = {"step": step, **values, "attempt": self.attempt, "time": time.time()}
+        if "validation_loss" not in values:
+            values = {key: values[key] for key in KEYS}
+        line = jsonable(values)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:

@@ -29,7 +29,7 @@ def parse_arguments(argv: list[str] | None):
     parser = recipe_parser(__doc__.splitlines()[0])
     parser.add_argument("--recipe", required=True, help="recipe YAML, or the name of one in recipes/")
     parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers; LOCAL_RANK comes first")
-    return parser.parse_args(argv)
+    return parser.parse_intermixed_args(argv)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -106,7 +106,7 @@ def train(prepared: Prepared, place: distributed.Place) -> None:
         result = step.train_step(engine, batch, sizes, stop=signals.stop_requested)
         progress.advance(sizes.global_batch, result.tokens, result.applied)
         sample_log.write(progress.step, batch)
-        values = {**result.metrics(), **progress.counters(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
+        values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
         if metrics is not None and (due(recipe.monitor.log_every_steps) or not result.applied):
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))

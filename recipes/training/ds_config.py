@@ -31,24 +31,124 @@ KNOWN_KEYS: dict[str, tuple[str, ...]] = {
     ),
     "optimizer": ("type", "params", "legacy_fusion"),
     "zero_optimization": tuple(
-        ["allgather_bucket_size", "allgather_partitions", "allgather_sequential", "compute_grad_norm", "contiguous_gradients", "cpu_offload", "cpu_offload_param", "cpu_offload_use_pin_memory", "elastic_checkpoint", "enable_sanity_checks", "gather_16bit_weights_on_model_save", "ignore_unused_parameters", "leaf_module", "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings", "max_live_parameters", "max_reuse_distance", "memory_efficient_linear", "model_persistence_threshold", "module_granularity_threshold", "offload_optimizer", "offload_param", "overlap_comm", "override_module_apply", "param_persistence_threshold", "parameter_alignment", "pipeline_loading_checkpoint", "prefetch_bucket_size", "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage", "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save", "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_all_reduce_for_fetch_params", "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights"]
+        [
+            "allgather_bucket_size",
+            "allgather_partitions",
+            "allgather_sequential",
+            "compute_grad_norm",
+            "contiguous_gradients",
+            "cpu_offload",
+            "cpu_offload_param",
+            "cpu_offload_use_pin_memory",
+            "elastic_checkpoint",
+            "enable_sanity_checks",
+            "gather_16bit_weights_on_model_save",
+            "ignore_unused_parameters",
+            "leaf_module",
+            "legacy_stage1",
+            "load_from_fp32_weights",
+            "log_trace_cache_warnings",
+            "max_live_parameters",
+            "max_reuse_distance",
+            "memory_efficient_linear",
+            "model_persistence_threshold",
+            "module_granularity_threshold",
+            "offload_optimizer",
+            "offload_param",
+            "overlap_comm",
+            "override_module_apply",
+            "param_persistence_threshold",
+            "parameter_alignment",
+            "pipeline_loading_checkpoint",
+            "prefetch_bucket_size",
+            "reduce_bucket_size",
+            "reduce_scatter",
+            "round_robin_gradients",
+            "save_muon_momentum_buffer_in_memory",
+            "stage",
+            "stage3_allgather_sequential",
+            "stage3_gather_16bit_weights_on_model_save",
+            "stage3_gather_fp16_weights_on_model_save",
+            "stage3_max_live_parameters",
+            "stage3_max_reuse_distance",
+            "stage3_model_persistence_threshold",
+            "stage3_module_granularity_threshold",
+            "stage3_param_persistence_threshold",
+            "stage3_prefetch_bucket_size",
+            "stage3_use_all_reduce_for_fetch_params",
+            "sub_group_size",
+            "use_all_reduce_for_fetch_params",
+            "use_multi_rank_bucket_allreduce",
+            "zenflow",
+            "zero_hpz_partition_size",
+            "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
+            "zero_quantized_weights",
+        ]
     ),
     "zero_optimization.offload_optimizer": tuple(
-        ["buffer_count", "cpuadam_cores_perc", "device", "fast_init", "nvme_path", "pin_memory", "pipeline_read", "pipeline_write", "ratio", "super_offload"]
+        [
+            "buffer_count",
+            "cpuadam_cores_perc",
+            "device",
+            "fast_init",
+            "nvme_path",
+            "pin_memory",
+            "pipeline_read",
+            "pipeline_write",
+            "ratio",
+            "super_offload",
+        ]
     ),
-    "zero_optimization.offload_param": tuple(["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"]),
+    "zero_optimization.offload_param": tuple(
+        ["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"]
+    ),
     "bf16": tuple(
-        ["bf16_master_weights_and_grads", "bf16_optimizer_states", "check_grad_overflow", "enabled", "immediate_grad_update"]
+        [
+            "bf16_master_weights_and_grads",
+            "bf16_optimizer_states",
+            "check_grad_overflow",
+            "enabled",
+            "immediate_grad_update",
+        ]
     ),
     "fp16": tuple(
-        ["auto_cast", "consecutive_hysteresis", "enabled", "fp16_master_weights_and_grads", "hysteresis", "initial_scale_power", "loss_scale", "loss_scale_window", "min_loss_scale"]
+        [
+            "auto_cast",
+            "consecutive_hysteresis",
+            "enabled",
+            "fp16_master_weights_and_grads",
+            "hysteresis",
+            "initial_scale_power",
+            "loss_scale",
+            "loss_scale_window",
+            "min_loss_scale",
+        ]
     ),
     "activation_checkpointing": tuple(
-        ["partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints", "profile", "synchronize_checkpoint_boundary"]
+        [
+            "partition_activations",
+            "contiguous_memory_optimization",
+            "cpu_checkpointing",
+            "number_checkpoints",
+            "profile",
+            "synchronize_checkpoint_boundary",
+        ]
     ),
 }
 ADAM_PARAMS = tuple(
-    ["lr", "betas", "eps", "weight_decay", "bias_correction", "amsgrad", "torch_adam", "adam_w_mode", "fp32_optimizer_states", "fused"]
+    [
+        "lr",
+        "betas",
+        "eps",
+        "weight_decay",
+        "bias_correction",
+        "amsgrad",
+        "torch_adam",
+        "adam_w_mode",
+        "fp32_optimizer_states",
+        "fused",
+    ]
 )
 
 REMOVED = {

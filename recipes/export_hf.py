@@ -1,0 +1,115 @@
+"""Export a run's checkpoint to Hugging Face format: `python -m recipes.export_hf RUN --output DIR`.
+
+The result loads with AutoModelForCausalLM and AutoTokenizer, without this repository.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from data_prep.errors import InputError, run_command
+from data_prep.files import make_directory, read_json, write_json
+from recipes import models
+from recipes.training import checkpoint_files
+from recipes.training.settings import OneLineParser, Recipe, load_recipe
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+RECORD = "export.json"
+
+
+def full_weights(checkpoint: Path, zero_stage: int) -> dict:
+    """{name: tensor} of the whole model: the fp32 master weights of ZeRO 1-3, the weights themselves at stage 0."""
+    import torch
+
+    if zero_stage == 0:
+        return torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    with contextlib.redirect_stdout(None):  # it narrates
+        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+
+
+def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = None) -> None:
+    """Write model, config and tokenizer to `output`, which appears whole or not at all.
+
+    Args:
+        dtype: fp32, bf16 or fp16; default: what the forward pass used in training.
+
+    Raises InputError when the checkpoint's weights are not those of the recipe's model.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    manifest = checkpoint_files.read_manifest(checkpoint)
+    dtype = dtype or manifest["layout"]["precision"]
+    config = models.family(recipe.model.family).hf_config(recipe.model, recipe.data.seq_length)
+    tokenizer = None
+    if recipe.data.tokenizer is not None:
+        tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+    config.dtype = getattr(torch, DTYPES[dtype])
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
+    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    weights = full_weights(checkpoint, manifest["layout"]["zero_stage"])
+    missing = [name for name in expected if name not in weights]
+    wrong = [name for name in expected if name in weights and weights[name].shape != expected[name]]
+    if missing or wrong:
+        raise InputError(
+            f"{checkpoint} does not hold this recipe's model: missing {missing[:3]}, of another shape {wrong[:3]}"
+        )
+    # Only what named_parameters lists: a tied head is there once, and the format refuses aliases.
+    state = {name: weights[name].to(config.dtype).contiguous() for name in expected}
+
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    make_directory(temporary, "output directory")
+    try:
+        model.save_pretrained(temporary, state_dict=state)
+        if tokenizer is not None:
+            tokenizer.model_max_length = recipe.data.seq_length
+            tokenizer.save_pretrained(temporary)
+        write_json(temporary / RECORD, {"run": str(recipe.run_directory), "step": manifest["step"], "dtype": dtype})
+        if output.exists():
+            shutil.rmtree(output)
+        os.replace(temporary, output)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = OneLineParser(prog="python -m recipes.export_hf", description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--step", type=int, help="checkpoint step (default: the newest complete one)")
+    parser.add_argument("--output", type=Path, required=True, help="directory to write")
+    parser.add_argument("--dtype", choices=list(DTYPES), help="default: the precision of the training's forward pass")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing export")
+    arguments = parser.parse_args(argv)
+    if not (arguments.run / "recipe.yaml").is_file():
+        raise InputError(f"{arguments.run} is no run directory: it has no recipe.yaml")
+    recipe, _ = load_recipe(arguments.run / "recipe.yaml")
+    found = checkpoint_files.find(
+        arguments.run / "checkpoints", "latest" if arguments.step is None else str(arguments.step)
+    )
+    if found.chosen is None:
+        raise InputError(f"{arguments.run} has no checkpoint yet")
+    for path, why in found.passed_over:
+        print(f"passing over {path}: {why}", file=sys.stderr)
+    if arguments.output.exists():
+        if not (arguments.output / RECORD).is_file():
+            raise InputError(f"{arguments.output} exists and is no export of ours; choose another --output")
+        if not arguments.overwrite:
+            step = read_json(arguments.output / RECORD)["step"]
+            raise InputError(
+                f"{arguments.output} exists (an export of step {step}); choose another --output or pass --overwrite"
+            )
+    export(recipe, found.chosen, arguments.output, arguments.dtype)
+    print(f"{arguments.output}: step {checkpoint_files.step_of(found.chosen)} of {arguments.run}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_command(main))
