@@ -160,7 +160,7 @@ def tokenize(
             "eos_token": tokenizer.end_token,
         },
         "versions": {name: importlib.metadata.version(name) for name in ("tokenizers", "numpy")},
-        "seconds": round(time.perf_counter() - begin, 2),
+        "seconds": max(round(time.perf_counter() - begin, 2), 0.01),
     }
     write_json(file_of(prefix, ".json"), report)
     return {"prefix": str(prefix), **report}

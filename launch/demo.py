@@ -9,6 +9,7 @@ import contextlib
 import fcntl
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -144,7 +145,7 @@ class Demo:
 def _run(command: list[str], stop_when=None) -> None:
     """Run a command, its line printed first; with `stop_when`, send it SIGTERM once that holds. Ends the demo if it fails."""
     words = [_short(word) for word in command]
-    print("$", " ".join(["python" if words[0] == _short(sys.executable) else words[0], *words[1:]]), flush=True)
+    print("$", shlex.join(["python" if words[0] == _short(sys.executable) else words[0], *words[1:]]), flush=True)
     # Progress bars are for long waits; here every wait is short.
     process = subprocess.Popen(command, cwd=REPOSITORY, env={**os.environ, "TQDM_DISABLE": "1"})
     try:

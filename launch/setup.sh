@@ -54,7 +54,7 @@ if [ -z "$torch" ]; then
 else
   why="--torch $torch"
 fi
-echo "setup: .venv with torch $([ "$torch" = keep ] && echo "kept as it is" || echo "$pin ($torch)"): $why"
+echo "setup: .venv with torch $([ "$torch" = keep ] && echo "kept as it is" || echo "$pin ($torch)"): $why"; echo "setup: installing requirements.txt; this takes a few minutes, once"
 
 options=(--disable-pip-version-check --quiet)
 requirements=$(mktemp); trap 'rm -f "$requirements"' EXIT

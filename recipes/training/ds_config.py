@@ -175,6 +175,7 @@ NOT_OFFERED = (
     "pipeline",
     "hybrid_engine",
     "data_efficiency",
+    "data_parallel_size",
 )
 
 

@@ -86,8 +86,8 @@ def start_logging(directory: Path, rank: int) -> None:
     root.handlers = handlers
     root.setLevel(logging.INFO)
     logging.captureWarnings(True)
-    # DeepSpeed 0.19.8 calls a function that torch 2.13 has renamed; no user can do anything about it.
-    warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)
+    # DeepSpeed 0.19.8 calls functions that torch 2.13 has renamed; no user can do anything about it.
+    warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+_tensor.*deprecated", category=FutureWarning)
     deepspeed_logger = logging.getLogger("DeepSpeed")
     deepspeed_logger.handlers = []
     deepspeed_logger.propagate = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -103,8 +104,11 @@ def guard_stage_0(engine) -> None:
         optimizer.overflow = not bool(torch.isfinite(optimizer._global_grad_norm))
         take_model_step(lr_kwargs)
 
-    engine._take_model_step = guarded_model_step
-    optimizer.step = lambda *arguments, **options: None if optimizer.overflow else optimizer_step(*arguments, **options)
+    @functools.wraps(optimizer_step)  # keeps the mark by which the schedule knows its optimizer
+    def guarded_optimizer_step(*arguments, **options):
+        return None if optimizer.overflow else optimizer_step(*arguments, **options)
+
+    engine._take_model_step, optimizer.step = guarded_model_step, guarded_optimizer_step
 
 
 @torch.no_grad()

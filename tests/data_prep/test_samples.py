@@ -1,0 +1,190 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from data_prep.errors import InputError
+from data_prep.samples import Blend, DataSpec, EpochSource, MegatronSource, SampleStream
+from data_prep.token_file import TokenFile
+from tests.conftest import random_documents, write_tokens
+
+
+def spec(*files, seq_length=4, order="epoch", num_samples=20, seed=3, vocab_size=100, max_epochs=None):
+    pairs = tuple((str(path), weight) for path, weight in files)
+    return DataSpec(pairs or None, seq_length, order, seed, num_samples, vocab_size, max_epochs)
+
+
+@pytest.mark.parametrize(("ids", "samples"), [(13, 3), (12, 2)])
+def test_a_stream_is_cut_without_loss_or_overlap(tmp_path, ids, samples):
+    source = EpochSource(TokenFile(write_tokens(tmp_path / "a", [np.arange(ids)])), 4, seed=0)
+    assert source.samples_per_epoch == samples
+    drawn = sorted(source.sample(n).tolist() for n in range(samples))
+    assert drawn == [list(range(4 * n, 4 * n + 5)) for n in range(samples)]
+
+
+def test_too_short_a_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="4 tokens, too few for one sample of seq_length 4"):
+        SampleStream(spec((write_tokens(tmp_path / "a", [[1, 2, 3, 4]]), 1)))
+
+
+def test_one_token_documents(tmp_path):
+    # 5 0 6 0 7 0: documents of one token and their end.
+    tokens = TokenFile(write_tokens(tmp_path / "a", [[5, 0], [6, 0], [7, 0]]))
+    source = EpochSource(tokens, 2, seed=0)
+    assert source.samples_per_epoch == 2
+    assert all(source.sample(n)[1] == 0 or source.sample(n)[0] == 0 for n in range(2))
+
+
+def test_epochs_are_different_permutations_the_same_in_a_new_process(tmp_path):
+    prefix = write_tokens(tmp_path / "a", [np.arange(n * 4, n * 4 + 4) for n in range(10)] + [[99]], 100)
+    source = EpochSource(TokenFile(prefix), 4, seed=5)
+    epochs = [[source.sample(10 * epoch + n).tolist() for n in range(10)] for epoch in range(3)]
+    assert all(len({tuple(s) for s in epoch}) == 10 for epoch in epochs)
+    assert len({json.dumps(epoch) for epoch in epochs}) == 3
+    program = (
+        "import json, sys; from data_prep.samples import *; from data_prep.token_file import TokenFile\n"
+        "s = EpochSource(TokenFile(sys.argv[1]), 4, seed=5); print(json.dumps([s.sample(n).tolist() for n in range(30)]))"
+    )
+    again = subprocess.run([sys.executable, "-c", program, str(prefix)], capture_output=True, text=True, check=True)
+    assert json.loads(again.stdout) == [sample for epoch in epochs for sample in epoch]
+
+
+def test_epoch_order_does_not_depend_on_the_length_of_the_run(tmp_path):
+    prefix = write_tokens(tmp_path / "a", random_documents(20))
+    short, long = (SampleStream(spec((prefix, 1), num_samples=n)) for n in (5, 5000))
+    assert all((short.sample(n) == long.sample(n)).all() for n in range(200))
+
+
+def reference_megatron(documents, seq_length, seed, wanted):
+    """Megatron-LM's GPTDataset, written the slow way: indices by walking documents as its C++ helper does."""
+    lengths = [len(d) for d in documents]
+    total, epochs, tokens = sum(lengths), 0, 0
+    while tokens < wanted * seq_length + 1:
+        epochs, tokens = epochs + 1, tokens + total
+    separate = False
+    if epochs > 1:
+        before = ((epochs - 1) * total - 1) // seq_length
+        separate = wanted - before < int(0.80 * ((total - 1) // seq_length))
+    random = np.random.RandomState(seed)
+
+    def document_index(count):
+        index = np.mgrid[0:count, 0 : len(documents)][1].reshape(-1).astype(np.int32)
+        random.shuffle(index)
+        return index
+
+    parts = [document_index(epochs - 1), document_index(1)] if separate else [document_index(epochs)]
+    order = np.concatenate(parts)
+    rows, entry, offset = [(0, 0)], 0, 0
+    for _ in range((epochs * total - 1) // seq_length):
+        left = seq_length + 1
+        while left:
+            here = lengths[order[entry]] - offset
+            left -= here
+            if left <= 0:
+                offset += left + here - 1
+                left = 0
+            else:
+                entry, offset = entry + 1, 0
+        rows.append((entry, offset))
+    count = len(rows) - 1
+    blocks = [(0, before), (before, count)] if separate else [(0, count)]
+    shuffled = []
+    for start, stop in blocks:
+        block = np.arange(start, stop, dtype=np.uint32)
+        random.shuffle(block)
+        shuffled.append(block)
+    return order, np.array(rows), np.concatenate(shuffled), separate
+
+
+@pytest.mark.parametrize(("wanted", "separate"), [(5, False), (70, True), (90, False), (500, True)])
+def test_megatron_order(tmp_path, wanted, separate):
+    documents = random_documents(12) + [[7]]
+    source = MegatronSource(TokenFile(write_tokens(tmp_path / "a", documents)), 8, seed=11, num_samples=wanted)
+    order, rows, shuffled, was_separate = reference_megatron(documents, 8, 11, wanted)
+    assert was_separate == separate
+    assert (source.document_index == order).all() and source.document_index.dtype == np.int32
+    assert (source.sample_index == rows).all()
+    assert (source.shuffle_index == shuffled).all() and source.shuffle_index.dtype == np.uint32
+    stream = np.concatenate([documents[d] for d in order])
+    for number in range(wanted):
+        start = int(shuffled[number]) * 8
+        assert source.sample(number).tolist() == stream[start : start + 9].tolist()
+
+
+def test_blend_keeps_every_prefix_within_one_of_its_share():
+    blend = Blend([2, 1])
+    drawn = [blend.draw(k)[0] for k in range(9)]
+    assert blend.counts(9) == [6, 3]
+    for k in range(1, 10):
+        assert abs(drawn[:k].count(0) - k * 2 / 3) <= 1
+    # Megatron's rule at k = 0 uses max(k, 1), so the heavier source comes first.
+    assert drawn[:3] == [0, 1, 0]
+
+
+def test_blend_of_a_small_weight_and_of_a_small_source(tmp_path):
+    a = write_tokens(tmp_path / "a", [np.arange(41)])
+    b = write_tokens(tmp_path / "b", [np.arange(41)])
+    stream = SampleStream(spec((a, 0.999), (b, 0.001), num_samples=20))
+    assert stream.blend.counts(20)[1] in (0, 1, 2)
+    assert all(len(stream.sample(n)) == 5 for n in range(20))
+    small = write_tokens(tmp_path / "small", [np.arange(9)])
+    stream = SampleStream(spec((small, 0.5), (b, 0.5), num_samples=10))
+    assert stream.blend.counts(10) == [5, 5]
+    assert stream.epochs(10) == [2.5, 0.5]
+    with pytest.raises(InputError, match=r"2\.50 epochs of .*small.* more than data\.max_epochs 2"):
+        SampleStream(spec((small, 0.5), (b, 0.5), num_samples=10, max_epochs=2)).check(2)
+
+
+@pytest.mark.parametrize("weights", [[0, 1], [-1, 2], [float("nan"), 1], [float("inf"), 1]])
+def test_bad_weights(weights):
+    with pytest.raises(InputError, match="is not a positive number"):
+        Blend(weights)
+
+
+def test_less_data_than_one_batch(tmp_path):
+    stream = SampleStream(spec((write_tokens(tmp_path / "a", [np.arange(13)]), 1)))
+    with pytest.raises(InputError, match="3 samples of 4 tokens, fewer than global_batch_size 4"):
+        stream.check(4)
+    # With repeats allowed, samples come round again: 8 draws of 3 samples.
+    stream = SampleStream(spec((tmp_path / "a", 1), num_samples=8, max_epochs=3))
+    stream.check(4)
+    firsts = [int(stream.sample(n)[0]) // 4 for n in range(8)]
+    assert sorted(firsts[:3]) == sorted(firsts[3:6]) == [0, 1, 2]
+
+
+def test_id_beyond_the_vocabulary_names_file_and_document(tmp_path):
+    stream = SampleStream(spec((write_tokens(tmp_path / "a", [[1] * 10, [99] * 10], 100), 1), vocab_size=99))
+    with pytest.raises(InputError, match=r"token id 99 is outside the model's vocabulary of 99 .*a, document \d"):
+        for n in range(4):
+            stream.sample(n)
+
+
+def test_fingerprint_follows_content_not_place(tmp_path):
+    documents = random_documents(20)
+    prints = []
+    for name, changed in (("a", False), ("b", False), ("c", True)):
+        if changed:
+            documents[7] = (documents[7] + 1) % 64
+        prints.append(SampleStream(spec((write_tokens(tmp_path / name, documents), 1))).fingerprint())
+    assert prints[0] == prints[1] != prints[2]
+    assert json.loads(json.dumps(prints[0])) == prints[0]
+    assert SampleStream(spec((tmp_path / "a", 1), seed=4)).fingerprint() != prints[0]
+
+
+def test_regenerated_data_is_seen(tmp_path):
+    prefix = write_tokens(tmp_path / "a", [[1] * 10] * 3)
+    before = SampleStream(spec((prefix, 1))).fingerprint()
+    write_tokens(prefix, [[2] * 7] * 5)
+    stream = SampleStream(spec((prefix, 1)))
+    assert stream.fingerprint()["files"][0]["documents"] == 5 and stream.fingerprint() != before
+    assert all((stream.sample(n) == 2).all() for n in range(20))
+
+
+def test_synthetic_samples_need_no_file():
+    stream = SampleStream(spec(seq_length=32, vocab_size=50))
+    samples = np.stack([stream.sample(n) for n in range(20)])
+    assert samples.shape == (20, 33) and samples.min() >= 0 and samples.max() < 50
+    assert (samples[3] == SampleStream(spec(seq_length=32, vocab_size=50)).sample(3)).all()
+    assert (samples[0] != samples[1]).any()

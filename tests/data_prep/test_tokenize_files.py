@@ -1,0 +1,219 @@
+import hashlib
+import json
+
+import numpy as np
+import pytest
+
+from data_prep import corpus, inspect_tokens, split_tokens, tokenize_files, train_tokenizer
+from data_prep.errors import InputError, run_command
+from data_prep.records import BadRecord, parse_record
+from data_prep.token_file import TokenFile, file_of
+from data_prep.tokenizer import TextTokenizer
+
+BAD_LINES = (
+    '{"text":"ok"}\n{"content":"no key"}\n{"text":null}\n{"text":123}\n"bare string"\n{"text":["a"]}\n\n{"text":"ok2"'
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    words = "hello world, None of this is null: the quick brown fox jumps over it. "
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": words * n}) + "\n" for n in range(1, 20)))
+    train_tokenizer.main(
+        ["--input", str(folder / "corpus.jsonl"), "--vocab_size", "300", "--output", str(folder / "tokenizer")]
+    )
+    return folder / "tokenizer"
+
+
+def run(tmp_path, tokenizer, content, *options, name="in"):
+    source = tmp_path / f"{name}.jsonl"
+    source.write_bytes(content if isinstance(content, bytes) else content.encode())
+    command = ["--input", str(source), "--output_prefix", str(tmp_path / name), "--tokenizer", str(tokenizer)]
+    tokenize_files.main([*command, "--workers", "1", *options])
+    return TokenFile(tmp_path / f"{name}_text_document")
+
+
+def texts(tokens, tokenizer):
+    decoder = TextTokenizer(tokenizer)
+    return [decoder.decode(tokens.document(n)[:-1].tolist()) for n in range(len(tokens))]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (1, 0, 3, 2), (1, 3, 0, 2), (0, 2, 1, 3)])
+def test_empty_documents_are_skipped_and_counted(tmp_path, tokenizer, capsys, order):
+    lines = ['{"text": ""}\n', '{"text": "hello world"}\n', '{"text": "   "}\n', '{"text": "x"}\n']
+    tokens = run(tmp_path, tokenizer, "".join(lines[i] for i in order))
+    assert "docs=2" in (printed := capsys.readouterr().out) and "skipped_empty=2" in printed
+    end = TextTokenizer(tokenizer).end_id
+    assert (tokens.lengths >= 2).all()
+    assert all(tokens.document(n)[-1] == end and (tokens.document(n) == end).sum() == 1 for n in range(2))
+
+
+def test_nothing_left_is_an_error_and_leaves_no_file(tmp_path, tokenizer, capsys):
+    with pytest.raises(InputError, match="0 documents written"):
+        run(tmp_path, tokenizer, '{"text": ""}\n')
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_strict_mode_stops_at_the_first_bad_line(tmp_path, tokenizer):
+    with pytest.raises(InputError, match=r"in\.jsonl:2: no key 'text' \(keys here: content\)"):
+        run(tmp_path, tokenizer, BAD_LINES)
+    assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_skip_mode_counts_by_reason(tmp_path, tokenizer, capsys, workers):
+    tokens = run(tmp_path, tokenizer, BAD_LINES, "--on_bad_record", "skip", "--workers", workers)
+    assert "docs=1 " in capsys.readouterr().out
+    report = json.loads(file_of(tokens.prefix, ".json").read_text())
+    assert report["left_out"] == {"bad_json": 1, "blank": 1, "missing_key": 1, "null": 1, "wrong_type": 3}
+    assert texts(tokens, tokenizer) == ["ok"]
+
+
+def test_bad_utf8_and_lone_surrogates(tmp_path, tokenizer):
+    content = b'{"text":"caf\xe9"}\n{"text":"\\ud83d"}\n{"text":"ok"}\n'
+    with pytest.raises(InputError, match=r"in\.jsonl:1: not UTF-8 at byte 12"):
+        run(tmp_path, tokenizer, content)
+    report = json.loads(
+        file_of(run(tmp_path, tokenizer, content, "--on_bad_record", "skip").prefix, ".json").read_text()
+    )
+    assert (report["documents"], report["left_out"]) == (1, {"bad_unicode": 1, "bad_utf8": 1})
+
+
+def test_byte_order_marks_and_crlf(tmp_path, tokenizer):
+    part = b'\xef\xbb\xbf{"text":"a"}\r\n{"text":"b"}\r\n'
+    marked = run(tmp_path, tokenizer, part * 2, name="marked")
+    plain = run(tmp_path, tokenizer, '{"text":"a"}\n{"text":"b"}\n' * 2, name="plain")
+    assert texts(marked, tokenizer) == ["a", "b", "a", "b"]
+    assert marked.tokens.tobytes() == plain.tokens.tobytes()
+
+
+def test_other_key(tmp_path, tokenizer):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"text":"WRONG","body":"right"}\n')
+    command = ["--input", str(source), "--output_prefix", str(tmp_path / "o"), "--tokenizer", str(tokenizer)]
+    tokenize_files.main([*command, "--json_key", "body"])
+    assert texts(TokenFile(tmp_path / "o_body_document"), tokenizer) == ["right"]
+    with pytest.raises(InputError, match=r"no key 'nope' \(keys here: body, text\)"):
+        tokenize_files.main([*command, "--json_key", "nope"])
+
+
+def test_special_token_in_the_text_is_text(tmp_path, tokenizer):
+    tokens = run(tmp_path, tokenizer, '{"text":"A <|endoftext|> B"}\n')
+    document, end = tokens.document(0), TextTokenizer(tokenizer).end_id
+    assert (document[:-1] != end).all() and document[-1] == end
+    assert json.loads(file_of(tokens.prefix, ".json").read_text())["special_in_text"] == 1
+
+
+def test_a_template_adds_nothing_and_a_missing_end_token_is_refused(tmp_path, tokenizer):
+    from tokenizers import Tokenizer, processors
+
+    templated = tmp_path / "templated"
+    templated.mkdir()
+    inner = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
+    )
+    inner.save(str(templated / "tokenizer.json"))
+    with pytest.raises(InputError, match="names no eos_token"):
+        run(tmp_path, templated, '{"text":"x"}\n')
+    without = run(tmp_path, templated, '{"text":"hello"}\n', "--append_eod", "false", name="without")
+    assert (without.document(0) != 0).all()
+    (templated / "tokenizer_config.json").write_text('{"eos_token": {"content": "<|endoftext|>"}}')
+    document = run(tmp_path, templated, '{"text":"hello"}\n', name="with").document(0)
+    assert (document == 0).sum() == 1 and document[-1] == 0
+
+
+def test_bytes_do_not_depend_on_workers_or_chunks(tmp_path, tokenizer, monkeypatch):
+    random = np.random.RandomState(0)
+    lines = [
+        json.dumps({"text": " ".join(map(str, random.randint(0, 999, random.randint(1, 200))))}) for _ in range(300)
+    ]
+    hashes = set()
+    for workers, chunk in (("1", 1 << 20), ("1", 500), ("2", 1 << 20)):
+        monkeypatch.setattr(tokenize_files.line_chunks, "__defaults__", (chunk,))
+        tokens = run(tmp_path, tokenizer, "\n".join(lines), "--workers", workers, "--overwrite")
+        hashes.add(hashlib.sha256(tokens.tokens.tobytes() + tokens.lengths.tobytes()).hexdigest())
+    assert len(hashes) == 1
+
+
+def test_existing_output_is_kept(tmp_path, tokenizer):
+    run(tmp_path, tokenizer, '{"text":"first"}\n')
+    with pytest.raises(InputError, match="exists; choose another --output_prefix or pass --overwrite"):
+        run(tmp_path, tokenizer, '{"text":"second"}\n')
+    assert texts(TokenFile(tmp_path / "in_text_document"), tokenizer) == ["first"]
+
+
+def test_missing_input_and_tokenizer(tmp_path, tokenizer, capsys):
+    command = [
+        "--input",
+        str(tmp_path / "no.jsonl"),
+        "--output_prefix",
+        str(tmp_path / "o"),
+        "--tokenizer",
+        str(tokenizer),
+    ]
+    assert run_command(lambda: tokenize_files.main(command)) == 2
+    assert capsys.readouterr().err == f"error: input file {tmp_path / 'no.jsonl'} does not exist\n"
+    with pytest.raises(InputError, match="tokenizer.json does not exist"):
+        run(tmp_path, tmp_path, '{"text":"x"}\n')
+
+
+def test_split_is_by_document_and_stable_under_added_data(tmp_path, tokenizer):
+    lines = [json.dumps({"text": f"document number {n}"}) for n in range(200)]
+    sides = []
+    for name, part in (("small", lines[:100]), ("large", lines)):
+        run(tmp_path, tokenizer, "\n".join(part), name=name)
+        command = [str(tmp_path / f"{name}_text_document"), "--validation_fraction", "0.2"]
+        command += [
+            "--train_prefix",
+            str(tmp_path / f"{name}_train"),
+            "--validation_prefix",
+            str(tmp_path / f"{name}_val"),
+        ]
+        split_tokens.main(command)
+        train, validation = (texts(TokenFile(tmp_path / f"{name}_{side}"), tokenizer) for side in ("train", "val"))
+        assert sorted(train + validation) == sorted(json.loads(line)["text"] for line in part)
+        sides.append(set(validation))
+    assert sides[0] == {text for text in sides[1] if int(text.split()[-1]) < 100}
+    assert 20 <= len(sides[1]) <= 60
+    with pytest.raises(InputError, match="no document of .* fell to the validation side"):
+        split_tokens.split(tmp_path / "small_text_document", tmp_path / "t", tmp_path / "v", 1e-9)
+    assert not (tmp_path / "t.bin").exists()
+
+
+def test_inspect_decodes_a_document(tmp_path, tokenizer, capsys):
+    run(tmp_path, tokenizer, '{"text":"hello"}\n{"text":"world"}\n')
+    inspect_tokens.main([str(tmp_path / "in_text_document"), "--document", "1"])
+    printed = capsys.readouterr().out
+    assert "2 documents" in printed and "world<|endoftext|>" in printed
+
+
+def test_tokenizer_directory_loads_in_transformers(tokenizer):
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    text = "hello\tworld, naïve \U0001f600\n"
+    assert loaded.eos_token == "<|endoftext|>" and loaded.decode(loaded(text).input_ids) == text
+    assert loaded(text).input_ids == TextTokenizer(tokenizer).encode_batch([text])[0]
+
+
+def test_tokenizer_of_no_text(tmp_path):
+    (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
+    with pytest.raises(InputError, match="0 documents in .*empty.jsonl"):
+        train_tokenizer.train([tmp_path / "empty.jsonl"], 300, tmp_path / "tokenizer")
+
+
+def test_stdlib_corpus_is_the_standard_library(tmp_path):
+    documents, size = corpus.write_stdlib(tmp_path / "corpus.jsonl")
+    records = [json.loads(line) for line in (tmp_path / "corpus.jsonl").read_text().splitlines()]
+    assert len(records) == documents > 300 and size > 5e6
+    assert "json/decoder.py" in {record["source"] for record in records}
+    assert not any("site-packages" in record["source"] for record in records)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"), [(b'{"text": true}', "wrong_type"), (b"null", "wrong_type"), (b"[" * 100000, "bad_json")]
+)
+def test_odd_records(line, reason):
+    assert isinstance(bad := parse_record(line, "text"), BadRecord) and bad.reason == reason

@@ -1,0 +1,205 @@
+"""Run by test_engine.py on two ranks, once: every ZeRO stage and batch split over the same steps; writes results.json.
+
+One launch for all of it, since a launch costs more than the checks.
+"""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
+
+sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+import deepspeed
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data_prep.loader import IGNORED_LABEL, StepBatch, rank_samples
+from recipes.training import checkpoint, distributed, step
+from recipes.training.ds_config import check_ds_config, load_ds_config
+from recipes.training.engine import build_engine
+from recipes.training.prepare import Prepared
+from recipes.training.settings import effective_yaml, load_recipe
+from recipes.training.sizes import resolve_sizes
+from recipes.training.step import token_loss_sum
+
+FOLDER = Path(sys.argv[1])
+STEPS, BATCH, LENGTH, VOCABULARY = 4, 8, 16, 64
+CLIP = 0.5  # below every gradient norm here
+
+
+def global_batch(number: int) -> tuple[np.ndarray, np.ndarray]:
+    """(inputs, labels) [BATCH, LENGTH] of a step, with very uneven numbers of labels a row."""
+    random = np.random.RandomState(number)
+    rows = random.randint(0, VOCABULARY, (BATCH, LENGTH + 1))
+    labels = rows[:, 1:].copy()
+    for row in range(BATCH):
+        labels[row, random.randint(1, LENGTH) if row % 2 else LENGTH :] = IGNORED_LABEL
+    return rows[:, :-1], labels
+
+
+def my_batch(number: int, sizes, rank: int) -> StepBatch:
+    inputs, labels = global_batch(number)
+    mine = rank_samples(0, sizes.micro_batch, sizes.accumulation, sizes.data, rank)
+    return StepBatch(inputs[mine], labels[mine], mine, int((labels[mine] != IGNORED_LABEL).sum()))
+
+
+def prepared(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str) -> Prepared:
+    overrides = [f"name={name}", "model.attention_dropout=0", f"model.tie_word_embeddings={tied}"]
+    recipe, _ = load_recipe(FOLDER / "tiny.yaml", overrides)
+    keys = [
+        f"gradient_clipping={CLIP}",
+        f"zero_optimization.stage={stage}",
+        f"train_micro_batch_size_per_gpu={micro}",
+        *ds_overrides,
+    ]
+    config = load_ds_config(recipe.deepspeed_config, keys)
+    check_ds_config(config, "test")
+    return Prepared(recipe, config, resolve_sizes(recipe.global_batch_size, config, dist.get_world_size()))
+
+
+def gathered(engine) -> dict[str, torch.Tensor]:
+    values = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            values[name] = parameter.detach().float().clone()
+    return values
+
+
+def digest(values: dict[str, torch.Tensor]) -> str:
+    sha = hashlib.sha256()
+    for name in sorted(values):
+        sha.update(values[name].numpy().tobytes())
+    return sha.hexdigest()
+
+
+def nan_loss(logits, labels):
+    return token_loss_sum(logits, labels) * float("nan")
+
+
+def run_case(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False) -> dict:
+    """STEPS steps, then a checkpoint and the logits of one input. With `poison`, rank 1's loss is NaN in step 2."""
+    case = prepared(name, stage, micro, tied, *ds_overrides)
+    engine = build_engine(case)
+    rank, sizes, progress = dist.get_rank(), case.sizes, checkpoint.Progress()
+    results, hashes = [], [distributed.gather(digest(gathered(engine)))]
+    for number in range(STEPS):
+        loss = nan_loss if poison and number == 1 and rank == 1 else token_loss_sum
+        with mock.patch.object(step, "token_loss_sum", loss):
+            result = step.train_step(engine, my_batch(number, sizes, rank), sizes, stop=lambda: False)
+        progress.advance(sizes.global_batch, result.tokens, result.applied)
+        results.append(result)
+        hashes.append(distributed.gather(digest(gathered(engine))))
+    values = gathered(engine)
+    checkpoint.save(engine, case.recipe, sizes, progress, {"data": name}, 0)
+    engine.eval()
+    with torch.no_grad():
+        logits = engine(input_ids=torch.arange(LENGTH)[None], use_cache=False).logits
+    if rank == 0:
+        np.save(FOLDER / f"{name}.npy", logits.float().numpy())
+        (case.recipe.run_directory / "recipe.yaml").write_text(effective_yaml(case.recipe))
+    engine.destroy()
+    return {
+        "loss": [r.loss for r in results],
+        "grad_norm": [r.grad_norm for r in results],
+        "lr": [r.lr for r in results],
+        "applied": [r.applied for r in results],
+        "tokens": [r.tokens for r in results],
+        "hashes": hashes,
+        "finite": all(bool(v.isfinite().all()) for v in values.values()),
+        "progress": progress.__dict__,
+    }
+
+
+def reference(tied: bool) -> dict:
+    """The same steps in plain torch: one process, one batch, no engine."""
+    from recipes.models.build import build_model, parameter_groups
+    from recipes.training.schedule import recipe_factor
+
+    recipe = prepared("reference", 0, 4, tied).recipe
+    model = build_model(recipe.model, LENGTH, recipe.seed)
+    optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=0.01)
+    factor, results = recipe_factor(recipe), {"loss": [], "grad_norm": [], "lr": []}
+    for number in range(STEPS):
+        inputs, labels = (torch.from_numpy(array) for array in global_batch(number))
+        logits = model(input_ids=inputs, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        lr = 0.01 * factor(number)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        for key, value in (("loss", loss.item()), ("grad_norm", norm.item()), ("lr", lr)):
+            results[key].append(value)
+    return results
+
+
+class OneParameter(torch.nn.Module):
+    """ "Logits" are w · input, so that with a loss of their sum each token's gradient is its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, input_ids, use_cache):
+        return SimpleNamespace(logits=self.w * input_ids.float())
+
+
+def one_parameter(stage: int) -> dict:
+    """Rank 0: 2 tokens of loss 1; rank 1: 8 tokens of loss 3. SGD with rate 1 on w = 1."""
+    rank = dist.get_rank()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+    }
+    model = OneParameter()
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        model_parameters=[{"name": "all", "params": [model.w]}],
+        config=config,
+        lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1.0),
+        dist_init_required=False,
+    )
+    if stage == 0:
+        step.guard_stage_0(engine)
+    inputs = np.full((2, 1, 4), 3 if rank else 1)
+    labels = np.full((2, 1, 4), IGNORED_LABEL)
+    labels[:, :, : 4 if rank else 1] = 0
+    sizes = SimpleNamespace(accumulation=2, data=2)
+    batch = StepBatch(inputs, labels, np.zeros((2, 1)), int((labels == 0).sum()))
+    with mock.patch.object(step, "token_loss_sum", lambda logits, labels: (logits * (labels != IGNORED_LABEL)).sum()):
+        result = step.train_step(engine, batch, sizes, stop=lambda: rank == 1)
+    weight = float(engine.module.w.detach())
+    engine.destroy()
+    return {"loss": result.loss, "grad_norm": result.grad_norm, "w": weight, "stop": result.stop_requested}
+
+
+def main() -> None:
+    distributed.start_process_group(distributed.find_place())
+    results = {"reference tied": reference(True), "reference untied": reference(False)}
+    for stage in (0, 1, 2, 3):
+        results[f"stage {stage} tied"] = run_case(f"s{stage}_tied", stage, 2, True)
+        results[f"stage {stage} untied"] = run_case(f"s{stage}_untied", stage, 2, False)
+        results[f"stage {stage} poisoned"] = run_case(f"s{stage}_poisoned", stage, 2, True, poison=True)
+    for micro in (1, 4):
+        results[f"micro {micro}"] = run_case(f"micro_{micro}", 1, micro, True)
+    for stage in (1, 2, 3):
+        results[f"stage {stage} bf16"] = run_case(f"s{stage}_bf16", stage, 4, True, "bf16.enabled=true")
+    for stage in (0, 1):
+        results[f"one parameter, stage {stage}"] = one_parameter(stage)
+    if dist.get_rank() == 0:
+        (FOLDER / "results.json").write_text(json.dumps(results))
+    distributed.stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

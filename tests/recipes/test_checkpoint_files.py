@@ -1,0 +1,113 @@
+import json
+import re
+import shutil
+
+import pytest
+
+from data_prep.errors import InputError
+from recipes.training import checkpoint_files as files
+
+
+@pytest.fixture
+def directory(tmp_path):
+    """Checkpoints 2 and 4."""
+    for step in (2, 4):
+        path = tmp_path / files.incomplete_tag(step)
+        path.mkdir()
+        (path / "model.pt").write_bytes(b"m" * 100)
+        (path / "shard_1.pt").write_bytes(b"s" * 50)
+        entries = {
+            name: {"bytes": (path / name).stat().st_size, "sha256": files.file_hash(path / name)}
+            for name in files.files_of(path)
+        }
+        files.publish(tmp_path, step, {"files": entries})
+    return tmp_path
+
+
+def damage(directory, how):
+    four = directory / "global_step4"
+    if how == "latest deleted":
+        (directory / "latest").unlink()
+    elif how == "latest empty":
+        (directory / "latest").write_text("")
+    elif how == "latest names nothing":
+        (directory / "latest").write_text("global_step99")
+    elif how == "shard deleted":
+        (four / "shard_1.pt").unlink()
+    elif how == "shard truncated":
+        (four / "shard_1.pt").write_bytes(b"s" * 10)
+    elif how == "directory empty":
+        shutil.rmtree(four)
+        four.mkdir()
+    elif how == "manifest cut":
+        (four / "manifest.json").write_text('{"format": 1, "fil')
+
+
+@pytest.mark.parametrize(
+    ("how", "step", "reason"),
+    [
+        ("nothing", 4, None),
+        ("latest deleted", 4, None),
+        ("latest empty", 4, None),
+        ("latest names nothing", 4, None),
+        ("shard deleted", 2, "shard_1.pt is missing"),
+        ("shard truncated", 2, "shard_1.pt has 10 bytes instead of 50"),
+        ("directory empty", 2, "no manifest.json"),
+        ("manifest cut", 2, "manifest.json can't be read"),
+    ],
+)
+def test_newest_complete_checkpoint(directory, how, step, reason):
+    damage(directory, how)
+    found = files.find(directory, "latest")
+    assert files.step_of(found.chosen) == step
+    assert [path.name for path, _ in found.passed_over] == (["global_step4"] if reason else [])
+    if reason:
+        assert reason in found.passed_over[0][1]
+
+
+def test_none_complete_is_an_error_never_a_fresh_start(directory):
+    for step in (2, 4):
+        (directory / f"global_step{step}" / "model.pt").write_bytes(b"")
+    with pytest.raises(InputError, match="no complete checkpoint in .*global_step4: .*global_step2: "):
+        files.find(directory, "latest")
+
+
+def test_explicit_step(directory):
+    assert files.step_of(files.find(directory, "2").chosen) == 2
+    with pytest.raises(InputError, match="--resume 3: .* does not exist; steps there: 2, 4"):
+        files.find(directory, "3")
+    damage(directory, "shard truncated")
+    with pytest.raises(InputError, match="--resume 4: .*shard_1.pt has 10 bytes"):
+        files.find(directory, "4")
+
+
+def test_unfinished_and_foreign_directories_are_no_checkpoints(directory):
+    (directory / files.incomplete_tag(6)).mkdir()
+    (directory / "global_step8.replaced_1").mkdir()
+    assert [files.step_of(p) for p in files.checkpoints(directory)] == [2, 4]
+    assert files.find(directory / "nowhere", "latest").chosen is None
+
+
+def test_changed_content_of_the_same_size_is_found(directory):
+    four = directory / "global_step4"
+    (four / "shard_1.pt").write_bytes(b"S" * 50)
+    assert files.incomplete_because(four) is None
+    assert "shard_1.pt does not match its checksum" in files.damaged_because(four, ["model.pt", "shard_1.pt"])
+    found = files.find(directory, "latest", {four: "damaged"})
+    assert files.step_of(found.chosen) == 2 and found.passed_over == [(four, "damaged")]
+
+
+def test_publishing_again_keeps_the_old_one(directory):
+    path = directory / files.incomplete_tag(4)
+    path.mkdir()
+    (path / "new.pt").write_bytes(b"n")
+    files.publish(directory, 4, {"files": {"new.pt": {"bytes": 1, "sha256": files.file_hash(path / "new.pt")}}})
+    assert files.files_of(directory / "global_step4") == ["new.pt"]
+    assert "model.pt" in files.files_of(directory / "global_step4.replaced_1")
+    assert (directory / "latest").read_text() == "global_step4"
+
+
+def test_manifest_of_another_format(directory):
+    manifest = directory / "global_step4" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
+    assert re.search("format 99", files.incomplete_because(directory / "global_step4"))

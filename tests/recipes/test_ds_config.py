@@ -1,0 +1,126 @@
+import json
+import re
+from pathlib import Path
+
+import deepspeed
+import pytest
+
+from data_prep.errors import InputError
+from recipes.training.ds_config import KNOWN_KEYS, check_ds_config, engine_config, load_ds_config, precision
+from recipes.training.settings import REPOSITORY
+from recipes.training.sizes import resolve_sizes
+from tests.conftest import TINY_DS_CONFIG
+
+
+def refused(changes: dict, message: str, accelerator=None):
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_ds_config({**TINY_DS_CONFIG, **changes}, "c.json", accelerator)
+
+
+def test_good_config_and_notes_pass():
+    check_ds_config({**TINY_DS_CONFIG, "_hardware": {"devices": 2, "note": "auto"}}, "c.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gradient_clipp1ng": 1.0}, "c.json: gradient_clipp1ng: unknown key"),
+        ({"gradient_clipp1ng": 1.0}, "did you mean gradient_clipping?"),
+        ({"zero_optimisation": {"stage": 2}}, "did you mean zero_optimization?"),
+        ({"zero_optimization": {"stage": 2, "ovrlap_comm": True}}, "zero_optimization.ovrlap_comm: unknown key"),
+        ({"zero_optimization": {"offload_param": {"devise": "cpu"}}}, "did you mean device?"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "weigth_decay": 0.1}}}, "did you mean weight_decay?"),
+        ({"scheduler": {"type": "WarmupLR"}}, "the learning rate schedule is the recipe's `schedule` section"),
+        ({"elasticity": {}}, "DeepSpeed 0.19 has removed it"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "recipes/pretrain.py does not offer it"),
+        (
+            {"gradient_clipping": "auto"},
+            'gradient_clipping: "auto" means something only inside the Hugging Face trainer',
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": "auto"}}, "zero_optimization.reduce_bucket_size"),
+        ({"bf16": {"enabled": "false"}}, "the string 'false' counts as true whatever it says"),
+        ({"bf16": {"enabled": True}, "fp16": {"enabled": True}}, "fp16 and bf16 are both enabled"),
+        ({"gradient_clipping": None}, "gradient_clipping: state it"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 must be 0, 1, 2 or 3"),
+        ({"zero_optimization": True}, "zero_optimization: must be a section"),
+        ({"optimizer": {"type": "AdamW", "params": {}}}, "optimizer.params.lr: state the peak learning rate"),
+        ({"optimizer": None}, "optimizer: must be a section"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "needs DeepSpeed's CPU Adam"),
+    ],
+)
+def test_refusals(changes, message):
+    refused(changes, message)
+
+
+def test_fp16_on_a_cpu_is_refused_before_launch():
+    refused({"fp16": {"enabled": True}}, "a CPU can't train in fp16: use bf16 or fp32", accelerator="cpu")
+
+
+def test_missing_clipping_and_optimizer():
+    for key in ("gradient_clipping", "optimizer"):
+        with pytest.raises(InputError, match=f"c.json: {key}: state"):
+            check_ds_config({k: v for k, v in TINY_DS_CONFIG.items() if k != key}, "c.json")
+
+
+def test_read_as_deepspeed_reads_it(tmp_path):
+    file = tmp_path / "c.json"
+    file.write_text('{ # a comment\n "zero_optimization": {"stage": 1,}, // another\n}')
+    assert load_ds_config(file, ["zero_optimization.stage=3", "bf16.enabled=true"]) == {
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+    }
+    for content, message in (
+        ('{"zero_optimization": {"stage": 1, "stage": 2}}', "key 'stage' stands twice"),
+        ("", "holds no JSON object"),
+        ('{"a": {', "not valid JSON"),
+    ):
+        file.write_text(content)
+        with pytest.raises(InputError, match=re.escape(str(file)) + ".*" + message):
+            load_ds_config(file)
+    with pytest.raises(InputError, match="does not exist"):
+        load_ds_config(tmp_path / "no.json")
+
+
+def test_engine_gets_the_users_dict_with_the_batch_keys_rewritten():
+    config = {**TINY_DS_CONFIG, "train_batch_size": 16, "_note": "kept"}
+    given = engine_config(config, resolve_sizes(16, config, 2))
+    assert given == {**TINY_DS_CONFIG, "gradient_accumulation_steps": 4, "_note": "kept"}
+    assert "gradient_accumulation_steps" not in config
+
+
+def test_precision():
+    assert [precision(c) for c in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}})] == [
+        "fp32",
+        "bf16",
+        "fp16",
+    ]
+
+
+def test_known_keys_are_those_of_the_installed_deepspeed():
+    from deepspeed.runtime import precision_config
+    from deepspeed.runtime.zero import config as zero
+    from deepspeed.runtime.zero import offload_config as offload
+
+    for section, model in (
+        ("zero_optimization", zero.DeepSpeedZeroConfig),
+        ("zero_optimization.offload_optimizer", offload.DeepSpeedZeroOffloadOptimizerConfig),
+        ("zero_optimization.offload_param", offload.DeepSpeedZeroOffloadParamConfig),
+        ("bf16", precision_config.DeepSpeedBF16Config),
+        ("fp16", precision_config.DeepSpeedFP16Config),
+    ):
+        names = {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
+        assert set(KNOWN_KEYS[section]) == names, section
+
+
+def test_deepspeed_reads_every_known_top_level_key():
+    package = Path(next(iter(deepspeed.__path__)))
+    source = "\n".join(path.read_text(errors="replace") for path in package.rglob("*.py"))
+    assert [key for key in KNOWN_KEYS[""] if f'"{key}"' not in source and f"'{key}'" not in source] == []
+
+
+def test_shipped_configs_are_plain_json_and_pass():
+    for path in (REPOSITORY / "ds_configs").glob("*.json"):
+        config = json.loads(path.read_text())
+        check_ds_config(config, path.name)
+        assert {"device", "devices", "devices_per_node"} <= set(config["_hardware"])
+        assert "gradient_accumulation_steps" not in config

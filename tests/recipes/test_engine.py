@@ -1,0 +1,165 @@
+"""ZeRO 0-3 and every batch split against plain torch, non-finite steps, checkpoints and exports: one launch of two ranks."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from recipes import evaluate_model, export_hf, generate_text
+from recipes.training import checkpoint_files
+from recipes.training.settings import load_recipe
+from tests.conftest import launch, make_tiny
+
+pytestmark = pytest.mark.slow
+STAGES = (0, 1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engine")
+    make_tiny(folder)
+    program = os.path.join(os.path.dirname(__file__), "engine_checks.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", program]
+    finished = launch([*command, folder], limit_s=300)
+    assert finished.code == 0, finished.output
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(folder):
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_equals_plain_torch(results, stage, tied):
+    ours, plain = results[f"stage {stage} {tied}"], results[f"reference {tied}"]
+    for key in ("loss", "grad_norm", "lr"):
+        assert ours[key] == pytest.approx(plain[key], rel=1e-4), key
+    assert min(plain["grad_norm"]) > 0.5  # clipping is active, so a wrong gradient scale shows
+    assert len(set(ours["tokens"])) > 1  # the batches differ in tokens, so a mean of means shows
+
+
+@pytest.mark.parametrize("micro", [1, 4])
+def test_every_micro_batch_and_accumulation_gives_the_same_steps(results, micro):
+    for key in ("loss", "grad_norm", "lr"):
+        assert results[f"micro {micro}"][key] == pytest.approx(results["reference tied"][key], rel=1e-5), key
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_stays_near(results, stage):
+    assert results[f"stage {stage} bf16"]["loss"] == pytest.approx(results["reference tied"]["loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_loss_and_gradient_are_weighted_by_tokens(results, stage):
+    # 2 tokens of loss 1 and 8 of loss 3: 2.6, not 2.0; w = 1 - 2.6.
+    one = results[f"one parameter, stage {stage}"]
+    assert (one["loss"], one["grad_norm"], one["w"]) == pytest.approx((2.6, 2.6, -1.6), rel=1e-6)
+    assert one["stop"] is True  # rank 1 alone was told to stop; rank 0 knows
+
+
+def test_initial_weights_do_not_depend_on_the_stage(results):
+    for tied in ("tied", "untied"):
+        assert len({h for stage in STAGES for h in results[f"stage {stage} {tied}"]["hashes"][0]}) == 1
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_replicas_stay_equal_and_change(results, stage):
+    hashes = results[f"stage {stage} tied"]["hashes"]
+    assert all(a == b for a, b in hashes) and len({a for a, _ in hashes}) == len(hashes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_nan_on_one_rank_skips_the_update_everywhere(results, stage):
+    ours = results[f"stage {stage} poisoned"]
+    assert ours["applied"] == [True, False, True, True] and ours["finite"]
+    assert ours["hashes"][2] == ours["hashes"][1] != ours["hashes"][3]
+    assert not np.isfinite(ours["loss"][1])
+    # The rate follows updates: the skipped step's rate is used again.
+    clean = results["reference tied"]["lr"]
+    assert ours["lr"] == pytest.approx([clean[0], clean[1], clean[1], clean[2]])
+    assert (ours["progress"]["step"], ours["progress"]["applied_updates"], ours["progress"]["skipped_steps"]) == (
+        4,
+        3,
+        1,
+    )
+
+
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_export_gives_the_logits_of_training(folder, tmp_path, stage, tied):
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    run, output = folder / "runs" / f"s{stage}_{tied}", tmp_path / "export"
+    export_hf.main([str(run), "--output", str(output)])
+    model = AutoModelForCausalLM.from_pretrained(output)
+    with torch.no_grad():
+        logits = model(torch.arange(16)[None]).logits.numpy()
+    assert np.abs(logits - np.load(folder / f"s{stage}_{tied}.npy")).max() < 1e-5
+    shared = model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    assert shared == (tied == "tied")
+    with safe_open(output / "model.safetensors", "pt") as file:
+        names = list(file.keys())
+        assert all(0 not in file.get_slice(name).get_shape() for name in names)
+    assert ("lm_head.weight" in names) == (tied == "untied") and len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_export_can_keep_the_fp32_master_weights(folder, tmp_path, stage):
+    from safetensors.torch import load_file
+
+    run = folder / "runs" / f"s{stage}_bf16"
+    export_hf.main([str(run), "--output", str(tmp_path / "bf16")])
+    export_hf.main([str(run), "--output", str(tmp_path / "fp32"), "--dtype", "fp32"])
+    low, full = (load_file(tmp_path / name / "model.safetensors") for name in ("bf16", "fp32"))
+    assert all(value.dtype == torch.bfloat16 for value in low.values())
+    assert all(torch.equal(full[name].bfloat16(), low[name]) for name in full)
+    assert any(not torch.equal(full[name].bfloat16().float(), full[name]) for name in full)
+
+
+def test_export_refuses_to_overwrite_and_another_model(folder, tmp_path):
+    from data_prep.errors import InputError
+
+    run, output = folder / "runs" / "s1_tied", tmp_path / "export"
+    export_hf.main([str(run), "--output", str(output)])
+    with pytest.raises(InputError, match="an export of step 4"):
+        export_hf.main([str(run), "--output", str(output)])
+    recipe, _ = load_recipe(run / "recipe.yaml", ["model.hidden_size=64"])
+    with pytest.raises(InputError, match="does not hold this recipe's model"):
+        export_hf.export(recipe, run / "checkpoints" / "global_step4", tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(InputError, match="has no tokenizer.json"):
+        generate_text.load_export(output)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_evaluation_weights_by_tokens(tmp_path, batch_size):
+    """Three tokens of loss 1.0 and one of loss 3.0: 1.5, not 2.0; the short last sample counts by its tokens."""
+    from types import SimpleNamespace
+
+    from data_prep.token_file import TokenFile
+    from tests.conftest import write_tokens
+
+    tokens = TokenFile(write_tokens(tmp_path / "a", [[0, 1, 1, 1, 2]]))
+
+    def model(input_ids, use_cache):
+        # Probability of the true next token: e^-1 for token 1, e^-3 for token 2.
+        chosen = torch.tensor([-30.0, -1.0, -3.0])
+        rest = torch.log(1 - chosen[1:].exp().sum())
+        return SimpleNamespace(logits=torch.stack([rest, *chosen[1:]]).expand(*input_ids.shape, 3))
+
+    model.device = torch.device("cpu")
+    loss, count = evaluate_model.evaluate(model, tokens, 3, batch_size)
+    assert count == 4 and loss == pytest.approx(1.5, rel=1e-5)
+
+
+def test_manifest_tells_what_the_checkpoint_is(folder):
+    manifest = checkpoint_files.read_manifest(folder / "runs" / "s2_tied" / "checkpoints" / "global_step4")
+    assert (manifest["step"], manifest["consumed_samples"], manifest["applied_updates"]) == (4, 32, 4)
+    assert manifest["layout"]["zero_stage"] == 2 and manifest["layout"]["world"] == 2
+    assert {"random_state_rank_0.pt", "random_state_rank_1.pt", "mp_rank_00_model_states.pt"} <= set(manifest["files"])

@@ -1,0 +1,300 @@
+"""Whole runs with real ranks: interrupted and resumed, started every way, failing, refused."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch import check
+from recipes.training import checkpoint_files
+from tests.conftest import REPOSITORY, last_step, launch, launch_run, make_tiny, metrics, write_tokens
+
+pytestmark = pytest.mark.slow
+FAULTS = Path(__file__).resolve().parents[1] / "faults"
+SLOW = {"PYTHONPATH": str(FAULTS), "SLOW_STEP_S": "0.4"}
+
+
+def ranks_of(process) -> list[psutil.Process]:
+    found = [p for p in psutil.Process(process.pid).children(recursive=True) if "RANK" in p.environ()]
+    return sorted(found, key=lambda p: int(p.environ()["RANK"]))
+
+
+def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
+    """Start the run and, once it has logged `at_step`, send a signal `how`: starter, rank, group."""
+    run = folder / "runs" / "tiny"
+
+    def send(process):
+        if how == "starter":
+            process.send_signal(number)
+        elif how == "rank":
+            ranks_of(process)[1].send_signal(number)
+        else:  # every process of the launcher's group: ranks, and the launcher's own
+            os.killpg(ranks_of(process)[0].pid and os.getpgid(ranks_of(process)[0].pid), number)
+
+    return launch_run(folder / "tiny.yaml", env=SLOW, when=lambda: last_step(run) >= at_step, then=send, **options)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The same run twice: uninterrupted, and stopped by SIGUSR1 to one rank, by SIGKILL to all, by SIGTERM to the starter."""
+    folder = tmp_path_factory.mktemp("runs")
+    whole, broken = folder / "whole", folder / "broken"
+    steps = {"schedule": {"steps": 14, "warmup_steps": 2, "decay": "cosine"}}
+    make_tiny(whole, **steps)
+    make_tiny(broken, **steps)
+    outputs = [launch_run(whole / "tiny.yaml")]
+    outputs.append(interrupt(broken, "rank", 2, signal.SIGUSR1))
+    outputs.append(interrupt(broken, "group", 7, signal.SIGKILL))
+    outputs.append(interrupt(broken, "starter", 9))
+    outputs.append(launch_run(broken / "tiny.yaml"))
+    return whole, broken, outputs
+
+
+def by_step(run, key):
+    """{step: value}; of a step that two attempts wrote, the values of both must agree."""
+    values = {}
+    for line in metrics(run):
+        if key in line:
+            assert values.setdefault(line["step"], line[key]) == line[key], (key, line["step"])
+    return values
+
+
+def test_codes_and_closing_lines(runs):
+    _, _, (whole, usr1, kill, term, last) = runs
+    assert [r.code for r in (whole, usr1, term, last)] == [0, 0, 0, 0], [r.output for r in (whole, usr1, term, last)]
+    assert kill.code == 1 and "SIGKILL" in kill.last_line
+    assert "the same command goes on from here" in usr1.output and "resumed from" in term.output
+    assert "finished at step 14" in last.output
+
+
+def test_interrupted_run_equals_the_uninterrupted_one_bitwise(runs):
+    whole, broken, _ = runs
+    for key in ("loss", "grad_norm", "lr", "validation_loss", "consumed_samples", "consumed_tokens"):
+        one, other = (by_step(folder / "runs" / "tiny", key) for folder in (whole, broken))
+        assert one == other, key
+    losses = by_step(whole / "runs" / "tiny", "loss")
+    assert sorted(losses) == list(range(1, 15))
+    assert len(metrics(broken / "runs" / "tiny")) > len(metrics(whole / "runs" / "tiny"))  # steps were really redone
+
+
+def test_both_ranks_draw_the_same_samples_again(runs):
+    whole, broken, _ = runs
+    for rank in (0, 1):
+        logs = []
+        for folder in (whole, broken):
+            text = (folder / "runs" / "tiny" / "logs" / f"samples_rank_{rank}.jsonl").read_text()
+            lines = [json.loads(line) for line in text.splitlines()]
+            by_number = {line["step"]: line for line in lines}
+            assert all(by_number[line["step"]] == line for line in lines)
+            logs.append(by_number)
+        assert logs[0] == logs[1] and len(logs[0]) == 14
+    drawn = [
+        set(json.loads(line)["samples"])
+        for rank in (0, 1)
+        for line in (whole / "runs" / "tiny" / "logs" / f"samples_rank_{rank}.jsonl").read_text().splitlines()
+    ]
+    assert sum(map(len, drawn)) == len(set().union(*drawn)) == 14 * 8
+
+
+def test_final_weights_are_bitwise_the_same(runs):
+    import torch
+
+    weights = []
+    for folder in runs[:2]:
+        file = folder / "runs" / "tiny" / "checkpoints" / "global_step14" / "mp_rank_00_model_states.pt"
+        weights.append(torch.load(file, weights_only=False)["module"])
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_run_directory(runs):
+    whole, broken, _ = runs
+    run = broken / "runs" / "tiny"
+    assert json.loads((run / "state.json").read_text())["state"] == "finished"
+    attempts = json.loads((run / "environment.json").read_text())["attempts"]
+    assert [a["attempt"] for a in attempts] == [1, 2, 3, 4]
+    assert attempts[0]["versions"]["deepspeed"] and attempts[0]["sizes"]["accumulation"] == 2
+    assert len(list((run / "tensorboard").iterdir())) == 4
+    assert (run / "checkpoints" / "latest").read_text() == "global_step14"
+    for rank in (0, 1):
+        assert "saved" in (run / "logs" / f"rank_{rank}.log").read_text()
+    assert check.main([str(run / "recipe.yaml"), "--world_size", "2"]) == 0
+    steps = [checkpoint_files.step_of(p) for p in checkpoint_files.checkpoints(whole / "runs" / "tiny" / "checkpoints")]
+    assert steps == [3, 6, 9, 12, 14]
+
+
+def test_each_rank_has_its_own_randomness(runs):
+    import torch
+
+    checkpoint = runs[0] / "runs" / "tiny" / "checkpoints" / "global_step6"
+    states = [torch.load(checkpoint / f"random_state_rank_{rank}.pt", weights_only=True)["torch"] for rank in (0, 1)]
+    assert not torch.equal(*states)
+
+
+def test_nothing_was_compiled_and_no_rank_is_left(runs):
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(runs[1]) in " ".join(p.info["cmdline"] or [])]
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.hidden_size=64"], "is of another model: hidden_size 32 (now 64)"),
+        (["global_batch_size=16"], "was trained with global_batch_size 8, now 16"),
+        (["ds.zero_optimization.stage=3"], "was saved with ZeRO stage 1 in fp32, the run asks for stage 3 in fp32"),
+        (["--resume", "5"], "--resume 5: "),
+    ],
+)
+def test_another_run_in_its_directory_is_refused(runs, overrides, message):
+    recipe = runs[0] / "tiny.yaml"
+    before = sorted(str(p) for p in (runs[0] / "runs").rglob("*"))
+    finished = launch_run(recipe, *overrides)
+    assert finished.code == 2 and message in finished.output
+    assert len(finished.output.strip().splitlines()) == 1 and finished.output.startswith("error: ")
+    assert sorted(str(p) for p in (runs[0] / "runs").rglob("*")) == before
+
+
+def test_another_number_of_ranks_is_refused(runs):
+    finished = launch_run(runs[0] / "tiny.yaml", ranks=1)
+    assert finished.code == 2 and "was saved by 2 ranks, the run has 1" in finished.output
+
+
+def test_resuming_on_damaged_checkpoints_and_other_data(runs, tmp_path):
+    """One launch finds a flipped byte by checksum and a cut file by size; the next finds other data."""
+    import shutil
+
+    folder = tmp_path / "copy"
+    shutil.copytree(runs[0], folder)
+    (folder / "runs" / "tiny" / "recipe.yaml").unlink()
+    checkpoints = folder / "runs" / "tiny" / "checkpoints"
+    shard = checkpoints / "global_step14" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    shard.write_bytes(shard.read_bytes()[:10])
+    model = checkpoints / "global_step12" / "mp_rank_00_model_states.pt"
+    content = bytearray(model.read_bytes())
+    content[len(content) // 2] ^= 1
+    model.write_bytes(content)
+    finished = launch_run(folder / "tiny.yaml")
+    assert finished.code == 0, finished.output
+    assert "passing over" in finished.output and "has 10 bytes instead of" in finished.output
+    assert "the content of mp_rank_00_model_states.pt does not match its checksum" in finished.output
+    assert "global_step9; the next step is 10" in finished.output
+    whole, again = (by_step(f / "runs" / "tiny", "loss") for f in (runs[0], folder))
+    assert whole == again
+
+    write_tokens(folder / "train", [[5] * 40] * 60)
+    finished = launch_run(folder / "tiny.yaml", "schedule.steps=16")
+    assert finished.code == 2 and "was trained on other data: file 1: documents" in finished.last_line, finished.output
+
+
+def test_starting_anew_moves_the_old_run_aside(runs, tmp_path):
+    import shutil
+
+    folder = tmp_path / "copy"
+    shutil.copytree(runs[0], folder)
+    finished = launch_run(folder / "tiny.yaml", "--resume", "none", "schedule.steps=2", "data.order=megatron", ranks=1)
+    assert finished.code == 0 and "was moved to" in finished.output, finished.output
+    assert (folder / "runs" / "tiny.replaced_1" / "checkpoints" / "global_step14").is_dir()
+    assert [p.name for p in checkpoint_files.checkpoints(folder / "runs" / "tiny" / "checkpoints")] == ["global_step2"]
+    # Megatron's order is made for a number of samples: a longer schedule would change it.
+    finished = launch_run(folder / "tiny.yaml", "schedule.steps=4", "data.order=megatron", ranks=1)
+    assert finished.code == 2 and "has an order made for 16 samples, the schedule now asks for 32" in finished.last_line
+
+
+def test_plain_python_and_torchrun_start_the_same_run(tmp_path):
+    losses = []
+    for name, command in (
+        ("plain", [sys.executable, "recipes/pretrain.py"]),
+        (
+            "torchrun",
+            [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc_per_node",
+                "2",
+                "--standalone",
+                "recipes/pretrain.py",
+            ],
+        ),
+    ):
+        recipe = make_tiny(
+            tmp_path / name, data={"files": "synthetic", "validation_files": "synthetic", "seq_length": 16}
+        )
+        options = ["schedule.steps=3", "model.attention_dropout=0"]
+        environment = {k: "" for k in ("RANK", "WORLD_SIZE")}
+        assert not any(os.environ.get(k) for k in environment)
+        finished = launch([*command, "--recipe", recipe, *options])
+        assert finished.code == 0, finished.output
+        losses.append([line["loss"] for line in metrics(recipe.parent / "runs" / "tiny") if "loss" in line])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+
+
+def test_bare_deepspeed_works_and_tells_mistakes_in_one_line(tmp_path):
+    recipe = make_tiny(tmp_path)
+    deepspeed = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", "2"]
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        finished = launch([*deepspeed, "--master_port", port, "recipes/pretrain.py", "--recipe", recipe])
+        assert finished.code == 2 and f"error: port {port} is in use" in finished.output, finished.output
+        finished = launch_run(recipe, ranks=2, limit_s=30)  # finds a port of its own
+        assert finished.code == 0, finished.output
+    finished = launch([*deepspeed, "--master_port", port, "recipes/pretrain.py", "--recipe", recipe, "schedule.step=3"])
+    mistakes = [line for line in finished.output.splitlines() if line.startswith("error: ")]
+    assert finished.code == 2 and len(mistakes) == 1, finished.output
+    assert "unknown key schedule.step; did you mean schedule.steps?" in mistakes[0]
+    assert "Traceback" not in finished.output
+
+
+def test_a_rank_that_raises_ends_all_four_with_its_error_last(tmp_path):
+    recipe = make_tiny(tmp_path)
+    fault = {"PYTHONPATH": str(FAULTS), "FAULT_RANK": "2", "FAULT_STEP": "3", "FAULT_KIND": "raise"}
+    finished = launch_run(recipe, ranks=4, env=fault)
+    assert finished.code == 1
+    assert finished.last_line.startswith("error: rank 2 on ") and "RuntimeError: injected fault" in finished.last_line
+    run = tmp_path / "runs" / "tiny"
+    assert json.loads((run / "state.json").read_text())["state"] == "failed"
+    assert "injected fault" in json.loads((run / "logs" / "failed_rank_2.json").read_text())["traceback"]
+    assert [p.name for p in (run / "logs").glob("failed_rank_*")] == ["failed_rank_2.json"]
+    started = json.loads((run / "environment.json").read_text())["attempts"][0]
+    assert started["sizes"]["world"] == 4
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path):
+    recipe = make_tiny(tmp_path)
+    fault = {"PYTHONPATH": str(FAULTS), "FAULT_RANK": "1", "FAULT_STEP": "5", "FAULT_KIND": "kill"}
+    finished = launch_run(recipe, env=fault)
+    assert finished.code == 1, finished.output
+    # What ends first is seen by rank 0 as a closed connection, or by the launcher as a signal.
+    assert "SIGKILL" in finished.last_line or "rank 0" in finished.last_line
+    assert launch_run(recipe).code == 0
+    assert by_step(tmp_path / "runs" / "tiny", "loss")[8]
+
+
+def test_an_id_beyond_the_vocabulary_met_on_the_way_is_told_in_one_line(tmp_path):
+    recipe = make_tiny(tmp_path)
+    write_tokens(tmp_path / "train", [[1] * 100] * 20 + [[70] * 10], 100)
+    finished = launch_run(recipe)
+    assert finished.code == 2 and "token id 70 is outside the model's vocabulary of 64" in finished.last_line
+    assert "Traceback" not in finished.output
+
+
+def test_stopping_before_training_has_begun(tmp_path):
+    recipe = make_tiny(tmp_path)
+    finished = launch_run(
+        recipe, when=lambda: True, then=lambda process: (__import__("time").sleep(3), process.terminate())
+    )
+    assert finished.code == 1 and "stopped by a signal before training had begun" in finished.last_line, finished.output
+
+
+def test_help_lists_the_options():
+    output = subprocess.run(
+        [sys.executable, "recipes/pretrain.py", "--help"], capture_output=True, text=True, cwd=REPOSITORY, check=True
+    ).stdout
+    assert all(option in output for option in ("--recipe", "--deepspeed_config", "--resume", "KEY=VALUE"))
