@@ -201,10 +201,12 @@ def _difference(before: dict, now: dict) -> str | None:
             if len(was) != len(has):
                 return f"{len(was)} files, now {len(has)}"
             number = next(i for i, (a, b) in enumerate(zip(was, has, strict=True)) if a != b)
-            parts = [
-                f"{k} {was[number][k]} (now {has[number][k]})" for k in was[number] if was[number][k] != has[number][k]
+            changes = [
+                "other content" if k == "content" else f"{k} {was[number][k]} (now {has[number][k]})"
+                for k in was[number]
+                if was[number][k] != has[number][k]
             ]
-            return f"file {number + 1}: {', '.join(parts)}"
+            return f"file {number + 1}: {', '.join(changes)}"
         return f"{key} {was} (now {has})"
     return None
 

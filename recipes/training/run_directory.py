@@ -80,7 +80,7 @@ def start_logging(directory: Path, rank: int) -> None:
     if rank == 0:
         to_screen = logging.StreamHandler(sys.stdout)
         to_screen.setFormatter(logging.Formatter("%(message)s"))
-        to_screen.addFilter(lambda record: record.name.startswith("recipes") or record.levelno >= logging.WARNING)
+        to_screen.addFilter(lambda record: record.name == "recipes" or record.levelno >= logging.WARNING)
         handlers.append(to_screen)
     root = logging.getLogger()
     root.handlers = handlers

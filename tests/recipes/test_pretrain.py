@@ -2,10 +2,12 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -35,7 +37,7 @@ def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
         elif how == "rank":
             ranks_of(process)[1].send_signal(number)
         else:  # every process of the launcher's group: ranks, and the launcher's own
-            os.killpg(ranks_of(process)[0].pid and os.getpgid(ranks_of(process)[0].pid), number)
+            os.killpg(os.getpgid(ranks_of(process)[0].pid), number)
 
     return launch_run(folder / "tiny.yaml", env=SLOW, when=lambda: last_step(run) >= at_step, then=send, **options)
 
@@ -166,8 +168,6 @@ def test_another_number_of_ranks_is_refused(runs):
 
 def test_resuming_on_damaged_checkpoints_and_other_data(runs, tmp_path):
     """One launch finds a flipped byte by checksum and a cut file by size; the next finds other data."""
-    import shutil
-
     folder = tmp_path / "copy"
     shutil.copytree(runs[0], folder)
     (folder / "runs" / "tiny" / "recipe.yaml").unlink()
@@ -188,12 +188,12 @@ def test_resuming_on_damaged_checkpoints_and_other_data(runs, tmp_path):
 
     write_tokens(folder / "train", [[5] * 40] * 60)
     finished = launch_run(folder / "tiny.yaml", "schedule.steps=16")
-    assert finished.code == 2 and "was trained on other data: file 1: documents" in finished.last_line, finished.output
+    assert finished.code == 2 and "was trained on other data: file 1: other content" in finished.last_line, (
+        finished.output
+    )
 
 
 def test_starting_anew_moves_the_old_run_aside(runs, tmp_path):
-    import shutil
-
     folder = tmp_path / "copy"
     shutil.copytree(runs[0], folder)
     finished = launch_run(folder / "tiny.yaml", "--resume", "none", "schedule.steps=2", "data.order=megatron", ranks=1)
@@ -261,7 +261,6 @@ def test_a_rank_that_raises_ends_all_four_with_its_error_last(tmp_path):
     run = tmp_path / "runs" / "tiny"
     assert json.loads((run / "state.json").read_text())["state"] == "failed"
     assert "injected fault" in json.loads((run / "logs" / "failed_rank_2.json").read_text())["traceback"]
-    assert [p.name for p in (run / "logs").glob("failed_rank_*")] == ["failed_rank_2.json"]
     started = json.loads((run / "environment.json").read_text())["attempts"][0]
     assert started["sizes"]["world"] == 4
 
@@ -287,9 +286,13 @@ def test_an_id_beyond_the_vocabulary_met_on_the_way_is_told_in_one_line(tmp_path
 
 def test_stopping_before_training_has_begun(tmp_path):
     recipe = make_tiny(tmp_path)
-    finished = launch_run(
-        recipe, when=lambda: True, then=lambda process: (__import__("time").sleep(3), process.terminate())
-    )
+
+    def stop(process):
+        while not psutil.Process(process.pid).children():  # checks are over, the launcher is starting
+            time.sleep(0.05)
+        process.terminate()
+
+    finished = launch_run(recipe, when=lambda: True, then=stop)
     assert finished.code == 1 and "stopped by a signal before training had begun" in finished.last_line, finished.output
 
 

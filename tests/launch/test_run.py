@@ -1,0 +1,143 @@
+import re
+import socket
+from pathlib import Path
+
+import pytest
+
+from data_prep.errors import InputError
+from launch import check, run
+from tests.conftest import make_tiny, write_tokens
+
+
+def test_command_line_is_split_at_the_script():
+    options, launcher, script, arguments = run.split_command(
+        [
+            "--num_accelerators",
+            "2",
+            "--no_local_rank",
+            "--master_port=1234",
+            "recipes/pretrain.py",
+            "--recipe",
+            "demo",
+            "a=b",
+        ]
+    )
+    assert options == {"--num_accelerators": "2", "--no_local_rank": "", "--master_port": "1234"}
+    assert launcher == ["--num_accelerators", "2", "--no_local_rank", "--master_port=1234"]
+    assert (script, arguments) == ("recipes/pretrain.py", ["--recipe", "demo", "a=b"])
+
+
+def test_flags_are_those_of_the_installed_launcher():
+    import argparse
+    from unittest import mock
+
+    from deepspeed.launcher import runner
+
+    parsers = []
+    with mock.patch.object(argparse.ArgumentParser, "parse_args", lambda self, args=None: parsers.append(self)):
+        runner.parse_args([])
+    flags = {s for a in parsers[0]._actions if a.nargs == 0 for s in a.option_strings} - {"-h", "--help"}
+    assert flags == run.FLAGS
+
+
+def test_world_size():
+    assert run.world_size_of({"--num_gpus": "8"}) == 8
+    assert run.world_size_of({"--num_gpus": "8", "--hostfile": "x"}) is None and run.world_size_of({}) is None
+    with pytest.raises(InputError, match="--num_accelerators zero is not a positive number"):
+        run.world_size_of({"--num_accelerators": "zero"})
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "abc", "-1"])
+def test_bad_ports(port):
+    with pytest.raises(InputError, match=f"--master_port {port} is not a port number"):
+        run.check_launcher({"--master_port": port})
+
+
+def test_taken_port_and_a_free_one():
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        with pytest.raises(InputError, match=f"--master_port {port} can't be used: Address already in use"):
+            run.check_launcher({"--master_port": port})
+    name, chosen = run.check_launcher({})
+    assert name == "--master_port" and 0 < int(chosen) < 65536
+
+
+def test_missing_script_and_host_file():
+    for command, message in (
+        ([], None),
+        (["--num_gpus"], "launcher option --num_gpus has no value"),
+        (["--num_gpus", "2"], "no script given"),
+        (["nothing.py"], "script nothing.py does not exist"),
+        (["--hostfile", "nowhere", str(Path(__file__))], "--hostfile nowhere does not exist"),
+    ):
+        if message is None:
+            assert run.main([]) == 0
+            continue
+        with pytest.raises(InputError, match=re.escape(message)):
+            run.main(command)
+
+
+def test_check_describes_a_good_run(tiny, capsys):
+    assert check.main([str(tiny), "schedule.steps=5", "--world_size", "2", "data.prefetch_steps=3"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "tiny: llama, 20,640 parameters, ZeRO stage 1, fp32",
+        "5 steps of 128 tokens = 640 tokens",
+        "global batch 8 = micro batch 2 x accumulation 2 x data parallel 2 on 2 ranks",
+        "ok",
+    ]
+
+
+def test_check_passes_everything_shipped(capsys):
+    assert check.main(["--all"]) == 0
+    assert "demo: llama, 3,148,224 parameters" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.files=nowhere"], "nowhere.idx does not exist"),
+        (
+            ["--world_size", "3"],
+            "global_batch_size 8 is not divisible by train_micro_batch_size_per_gpu 2 x data-parallel size 3",
+        ),
+        (["--world_size", "8"], "use a global_batch_size of 16"),
+        (["data.seq_length=5000"], "too few for one sample of seq_length 5000"),
+        (["global_batch_size=512"], "fewer than global_batch_size 512"),
+        (["data.max_epochs=0.1"], "more than data.max_epochs 0.1"),
+        (["data.tokenizer=nowhere"], "data.tokenizer: "),
+        (["ds.gradient_clipp1ng=1"], "did you mean gradient_clipping?"),
+        (["--deepspeed_config", "nowhere.json"], "nowhere.json does not exist"),
+    ],
+)
+def test_check_refuses(tiny, overrides, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        check.main([str(tiny), *overrides])
+
+
+def test_check_compares_vocabularies(tmp_path):
+    recipe = make_tiny(tmp_path)
+    (tmp_path / "train.json").write_text('{"max_token_id": 103, "vocab_size": 104}')
+    with pytest.raises(InputError, match=r"train holds token id 103, outside model.vocab_size 64; .* at least 104"):
+        check.main([str(recipe)])
+    (tmp_path / "train.json").unlink()
+
+    from tokenizers import AddedToken, Tokenizer, models
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{n}": n for n in range(60)}, unk_token="w0"))
+    tokenizer.add_tokens([AddedToken(f"added{n}") for n in range(8)])
+    (tmp_path / "tokenizer").mkdir()
+    tokenizer.save(str(tmp_path / "tokenizer" / "tokenizer.json"))
+    with pytest.raises(InputError, match="has 68 tokens, model.vocab_size is 64"):
+        check.main([str(recipe), f"data.tokenizer={tmp_path / 'tokenizer'}"])
+    assert check.main([str(recipe), f"data.tokenizer={tmp_path / 'tokenizer'}", "model.vocab_size=128"]) == 0
+
+
+def test_empty_token_file_is_named(tmp_path):
+    recipe = make_tiny(tmp_path)
+    write_tokens(tmp_path / "train", [[1, 2]])
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"train{suffix}").write_bytes(b"")
+    with pytest.raises(InputError, match=r"train\.idx \(0 bytes\) is not a MMIDIDX index"):
+        check.main([str(recipe)])
