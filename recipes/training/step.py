@@ -83,7 +83,7 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
         tokens=int(tokens),
         applied=engine.was_step_applied(),
         stop_requested=stopping > 0,
-        loss_scale=float(engine.optimizer.cur_scale) if engine.fp16_enabled() else None,
+        loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
     )
 
 

@@ -1,0 +1,38 @@
+"""What the README shows is run, and what it links to is there."""
+
+import json
+import re
+import shlex
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY, launch
+
+README = (REPOSITORY / "README.md").read_text()
+
+
+def test_links_and_files_exist():
+    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
+    assert links and all((REPOSITORY / link).exists() for link in links)
+    names = re.findall(r"`((?:recipes|ds_configs|data_prep|launch|monitoring|tests|docs)/[\w./]+)`", README)
+    assert names and all((REPOSITORY / name).exists() for name in names)
+
+
+@pytest.mark.slow
+def test_own_text_in_three_commands(tmp_path):
+    block = re.search(r"## Train on your own text.*?```bash\n(.*?)```", README, re.DOTALL).group(1)
+    after = re.search(r"Then `(python -m monitoring[^`]+)` and `(python -m recipes[^`]+)`", README).groups()
+    words = "some words of my own that repeat and repeat, line after line"
+    lines = (json.dumps({"text": f"{words} {n} {words[n % 30 :]}"}) for n in range(400))
+    (tmp_path / "text.jsonl").write_text("\n".join(lines))
+    commands = [line for line in block.splitlines() if line.startswith("python")]
+    assert len(commands) == 3
+    for command in [*commands, *after]:
+        command = re.sub(r"(?<![\w/])(mine|text\.jsonl)(?=[/\s]|$)", lambda m: f"{tmp_path}/{m.group(0)}", command)
+        command = command.replace(f"name={tmp_path}/mine", "name=mine")
+        if "pretrain.py" in command:
+            command += " schedule.steps=2 schedule.warmup_steps=1"
+        finished = launch([sys.executable, *shlex.split(command)[1:]])
+        assert finished.code == 0, (command, finished.output)
+    assert (tmp_path / "mine" / "export" / "model.safetensors").exists()
