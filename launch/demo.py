@@ -25,7 +25,7 @@ from recipes.training.settings import REPOSITORY, OneLineParser, load_recipe
 
 VOCAB_SIZE = 4096
 VALIDATION_FRACTION = 0.02
-PROMPT = "import "
+PROMPT = "def test_"
 
 
 class Demo:
