@@ -227,13 +227,6 @@ class Blend:
             self._extend()
         return int(self._sources[k]), int(self._numbers[k])
 
-    def counts(self, draws: int) -> list[int]:
-        """How many of the first `draws` samples each source gives."""
-        if len(self.weights) == 1:
-            return [draws]
-        self.draw(max(draws - 1, 0))
-        return np.bincount(self._sources[:draws], minlength=len(self.weights)).tolist()
-
 
 @dataclass(frozen=True)
 class DataSpec:
@@ -305,9 +298,22 @@ class SampleStream:
                     )
 
     def epochs(self, draws: int) -> list[float]:
-        """Epochs of each source that `draws` samples take."""
-        counts = self.blend.counts(draws)
-        return [count / source.samples_per_epoch for count, source in zip(counts, self.sources, strict=True)]
+        """Epochs of each source that `draws` samples take, to within one sample."""
+        return [
+            draws * weight / s.samples_per_epoch for weight, s in zip(self.blend.weights, self.sources, strict=True)
+        ]
+
+    def summary(self, draws: int) -> str:
+        """One line: each source's share and the epochs that `draws` samples take of it."""
+        if self.spec.files is None:
+            return "data: synthetic"
+        parts = [
+            f"{Path(prefix).name} (weight {weight:.4g}, {source.samples_per_epoch:,} samples, {epochs:.2f} epochs)"
+            for (prefix, _), weight, source, epochs in zip(
+                self.spec.files, self.blend.weights, self.sources, self.epochs(draws), strict=True
+            )
+        ]
+        return f"data: {draws:,} samples of {self.spec.seq_length} tokens from {', '.join(parts)}"
 
     def sample(self, number: int) -> np.ndarray:
         """Sample `number`, [seq_length + 1]. Raises InputError for an id outside the vocabulary, naming its document."""

@@ -21,16 +21,31 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 RECORD = "export.json"
 
 
-def full_weights(checkpoint: Path, zero_stage: int) -> dict:
-    """{name: tensor} of the whole model: the fp32 master weights of ZeRO 1-3, the weights themselves at stage 0."""
+def full_weights(checkpoint: Path, zero_stage: int, model) -> dict:
+    """{name: tensor} of the whole model: the fp32 master weights where the training kept some, else the weights.
+
+    Args:
+        model: of the same architecture; only its parameters' names and shapes are read.
+    """
     import torch
 
-    if zero_stage == 0:
-        return torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)["module"]
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from recipes.models.build import parameter_groups
 
-    with contextlib.redirect_stdout(None):  # it narrates
-        return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    if zero_stage > 0:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        with contextlib.redirect_stdout(None):  # it narrates
+            return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
+    state = torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
+    weights, optimizer = state["module"], state["optimizer"] or {}
+    # bf16 and fp16 without ZeRO: master weights by optimizer group, a list of tensors, or one flat tensor (fused Adam).
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    masters = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
+    for group, master in zip(parameter_groups(model, 0.0), masters, strict=bool(masters)):
+        flat = torch.cat([tensor.flatten() for tensor in master]) if isinstance(master, list) else master
+        for parameter, values in zip(group["params"], flat.split([p.numel() for p in group["params"]]), strict=True):
+            weights[names[id(parameter)]] = values.view(parameter.shape)
+    return weights
 
 
 def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = None) -> None:
@@ -55,7 +70,7 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     expected = {name: parameter.shape for name, parameter in model.named_parameters()}
-    weights = full_weights(checkpoint, manifest["layout"]["zero_stage"])
+    weights = full_weights(checkpoint, manifest["layout"]["zero_stage"], model)
     missing = [name for name in expected if name not in weights]
     wrong = [name for name in expected if name in weights and weights[name].shape != expected[name]]
     if missing or wrong:

@@ -66,6 +66,7 @@ def train(prepared: Prepared, place: distributed.Place) -> None:
     order_samples = checkpoint.order_samples(recipe, resume_from)
     stream = training_stream(recipe, order_samples)
     held_out = validation_stream(recipe)
+    logger.info(stream.summary(recipe.total_steps * recipe.global_batch_size))
     fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
     engine = build_engine(prepared)
     checkpoint.seed_ranks(recipe.seed, 0, place.rank)

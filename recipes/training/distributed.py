@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from data_prep.errors import InputError
 
-MPI_VARIABLES = {
-    "rank": ("OMPI_COMM_WORLD_RANK", "PMI_RANK"),
-    "local_rank": ("OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"),
-    "world_size": ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"),
-}
+# Rank, local rank, world size, local world size: Open MPI's names, then those of MPICH and Intel MPI.
+MPI_VARIABLES = (
+    tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE")),
+    ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,10 @@ def find_place(local_rank_option: int | None = None) -> Place:
     if "RANK" not in environ and "SLURM_PROCID" in environ and "SLURM_STEP_ID" in environ and "MASTER_ADDR" in environ:
         environ["RANK"], environ["WORLD_SIZE"] = environ["SLURM_PROCID"], environ["SLURM_NTASKS"]
         environ["LOCAL_RANK"] = environ["SLURM_LOCALID"]
-    if "RANK" not in environ and any(name in environ for name in MPI_VARIABLES["rank"]):
-        found = {
-            key: next(int(environ[n]) for n in (*names, "") if n in environ) for key, names in MPI_VARIABLES.items()
-        }
-        return Place(**found, local_world_size=int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", 1)))
+    for rank, local_rank, world_size, local_world_size in MPI_VARIABLES:
+        # MASTER_ADDR and the rest are found by DeepSpeed's own MPI discovery, which needs mpi4py.
+        if "RANK" not in environ and rank in environ:
+            return Place(*(int(environ[name]) for name in (rank, local_rank, world_size, local_world_size)))
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         environ.setdefault("MASTER_ADDR", "127.0.0.1")

@@ -109,8 +109,13 @@ class FaultWatch:
         self._closed.set()
 
     def fail(self, error: BaseException) -> None:
-        """Report this rank's failure and leave the process: no clean-up that could block on the other ranks."""
+        """Report this rank's failure and leave the process: no clean-up that could block on the other ranks.
+
+        A KeyboardInterrupt is no failure: whoever sent it ends the other ranks too.
+        """
         self.close()
+        if isinstance(error, KeyboardInterrupt):
+            _leave(FAULT)
         earlier = first_failure(self.logs)
         mistake = isinstance(error, InputError)
         text = str(error) if mistake else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"

@@ -44,8 +44,8 @@ def prepare(arguments, world_size: int | None, accelerator: str | None = None, f
     if not files:
         return Prepared(recipe, config, sizes)
     check_data(recipe)
-    if recipe.data.order == "epoch":  # megatron's order is built for the whole run: too slow to build twice
-        training_stream(recipe)
+    # As "epoch": sizes are the same, and Megatron's order for a whole run is too slow to build twice.
+    training_stream(recipe, order="epoch")
     validation_stream(recipe)
     check_run_directory(recipe, config, sizes)
     return Prepared(recipe, config, sizes)
@@ -84,14 +84,15 @@ def check_tokenizer(directory: Path, vocab_size: int) -> None:
         )
 
 
-def training_stream(recipe: Recipe, num_samples: int | None = None) -> SampleStream:
+def training_stream(recipe: Recipe, num_samples: int | None = None, order: str | None = None) -> SampleStream:
     """The training samples. Raises InputError when the data can't give what the schedule asks for.
 
     Args:
         num_samples: samples that the order is made for; default: those of the schedule.
+        order: in place of the recipe's.
     """
     num_samples = num_samples or recipe.total_steps * recipe.global_batch_size
-    spec = _data_spec(recipe, recipe.data.files, recipe.data.order, recipe.seed, num_samples)
+    spec = _data_spec(recipe, recipe.data.files, order or recipe.data.order, recipe.seed, num_samples)
     stream = SampleStream(replace(spec, max_epochs=recipe.data.max_epochs))
     stream.check(recipe.global_batch_size)
     return stream

@@ -192,7 +192,7 @@ def main() -> None:
         results[f"stage {stage} poisoned"] = run_case(f"s{stage}_poisoned", stage, 2, True, poison=True)
     for micro in (1, 4):
         results[f"micro {micro}"] = run_case(f"micro_{micro}", 1, micro, True)
-    for stage in (1, 2, 3):
+    for stage in (0, 1, 2, 3):
         results[f"stage {stage} bf16"] = run_case(f"s{stage}_bf16", stage, 4, True, "bf16.enabled=true")
     for stage in (0, 1):
         results[f"one parameter, stage {stage}"] = one_parameter(stage)
