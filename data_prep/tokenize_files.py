@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
@@ -24,7 +24,7 @@ from data_prep.errors import InputError, run_command
 from data_prep.files import write_json
 from data_prep.records import HARMLESS, BadRecord, check_inputs, line_chunks, parse_record
 from data_prep.token_file import TokenFileWriter, file_of, token_dtype
-from data_prep.tokenizer import TextTokenizer
+from data_prep.tokenizer import GigatokenEncoder, TextTokenizer, choose_encoder
 
 
 @dataclass
@@ -39,10 +39,18 @@ class Chunk:
 
 
 class ChunkTokenizer:
-    """Turns lines into a Chunk. One a worker process; the tokenizer is loaded once in each."""
+    """Turns lines into a Chunk.
 
-    def __init__(self, tokenizer: str, key: str, append_eod: bool):
+    Args:
+        tokenizer: a path; loaded once a process.
+        key: of the text.
+        append_eod: whether each document gets the end-of-document id.
+        encoder: what to encode with (see `choose_encoder`); None: the tokenizer itself.
+    """
+
+    def __init__(self, tokenizer: str, key: str, append_eod: bool, encoder=None):
         self.tokenizer = TextTokenizer(tokenizer)
+        self.encoder = encoder or self.tokenizer
         self.key = key
         self.append_eod = append_eod
         self.dtype = token_dtype(self.tokenizer.vocab_size)
@@ -58,15 +66,12 @@ class ChunkTokenizer:
                 continue
             counts["special_in_text"] += any(token in text for token in self.tokenizer.special_tokens)
             texts.append(text)
-        documents = self.tokenizer.encode_batch(texts)
+        ids, lengths = self.encoder.encode(texts) if texts else (np.empty(0, self.dtype), np.empty(0, np.int32))
+        counts["skipped_empty"] += int((lengths == 0).sum())  # text that a normalizer removes whole
+        lengths = lengths[lengths > 0]
         if self.append_eod:
-            for ids in documents:
-                ids.append(self.tokenizer.end_id)
-        counts["skipped_empty"] += sum(not ids for ids in documents)  # text that a normalizer removes whole
-        documents = [ids for ids in documents if ids]
-        lengths = np.fromiter(map(len, documents), dtype=np.int32, count=len(documents))
-        flat = np.fromiter((i for ids in documents for i in ids), dtype=self.dtype, count=int(lengths.sum()))
-        return Chunk(flat, lengths, sum(map(len, lines)), counts, first_bad)
+            ids, lengths = np.insert(ids, np.cumsum(lengths), self.tokenizer.end_id), lengths + 1
+        return Chunk(ids.astype(self.dtype), lengths, sum(map(len, lines)), counts, first_bad)
 
 
 _worker: ChunkTokenizer
@@ -82,24 +87,37 @@ def _tokenize_in_worker(first_line: int, lines: list[bytes]) -> Chunk:
     return _worker(first_line, lines)
 
 
-def tokenized_chunks(paths: list[Path], workers: int, *arguments) -> Iterator[tuple[Path, Chunk]]:
-    """Chunks of all files in input order, with at most two chunks a worker in memory."""
-    pieces = ((path, *piece) for path in paths for piece in line_chunks(path))
-    if workers <= 1:
-        tokenize = ChunkTokenizer(*arguments)
-        for path, first, lines in pieces:
-            yield path, tokenize(first, lines)
-        return
-    with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=arguments) as pool:
+def tokenized_chunks(paths: list[Path], workers: int, encoder, *arguments) -> Iterator[tuple[Path, Chunk]]:
+    """Chunks of all files in input order, with at most two chunks a worker in memory.
+
+    With the tokenizer itself as encoder, in `workers` processes; with gigatoken, which has threads of its own and
+    leaves Python meanwhile, in two threads here, so that one parses while the other encodes.
+    """
+    if isinstance(encoder, GigatokenEncoder):
+        workers, pool, tokenize = 2, ThreadPoolExecutor(2), ChunkTokenizer(*arguments, encoder)
+    elif workers > 1:
+        pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=arguments)
+        tokenize = _tokenize_in_worker
+    else:
+        pool, tokenize = ThreadPoolExecutor(1), ChunkTokenizer(*arguments)
+    with pool:
         pending: deque = deque()
-        for path, first, lines in pieces:
-            pending.append((path, pool.submit(_tokenize_in_worker, first, lines)))
+        pieces = ((source, *piece) for source in paths for piece in line_chunks(source))
+        for source, first, lines in pieces:
+            pending.append((source, pool.submit(tokenize, first, lines)))
             if len(pending) >= 2 * workers:
                 path, future = pending.popleft()
                 yield path, future.result()
         while pending:
             path, future = pending.popleft()
             yield path, future.result()
+
+
+def sample_texts(path: Path, key: str, most: int = 200) -> list[str]:
+    """Texts of the first good records of a file, for comparing encoders."""
+    _, lines = next(line_chunks(path), (1, []))
+    texts = (parse_record(line, key) for line in lines[:most])
+    return [text for text in texts if isinstance(text, str)]
 
 
 def tokenize(
@@ -111,6 +129,7 @@ def tokenize(
     workers: int = 1,
     on_bad_record: str = "stop",
     append_eod: bool = True,
+    engine: str = "auto",
 ) -> dict:
     """Write `output_prefix`_KEY_document.{bin,idx,json} from the records of `paths`; returns the report in the .json.
 
@@ -125,6 +144,9 @@ def tokenize(
         raise InputError(
             f"tokenizer {tokenizer_path} names no eos_token; set one in its tokenizer_config.json or pass --append_eod false"
         )
+    encoder, note = choose_encoder(tokenizer, engine, sample_texts(paths[0], json_key))
+    if note:
+        print(note)
     prefix = output_prefix.with_name(f"{output_prefix.name}_{json_key}_document")
     file_of(prefix, ".json").unlink(missing_ok=True)
     counts: Counter = Counter()
@@ -134,7 +156,7 @@ def tokenize(
         TokenFileWriter(prefix, tokenizer.vocab_size) as writer,
         tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress,
     ):
-        for path, chunk in tokenized_chunks(paths, workers, tokenizer_path, json_key, append_eod):
+        for path, chunk in tokenized_chunks(paths, workers, encoder, tokenizer_path, json_key, append_eod):
             if chunk.first_bad and on_bad_record == "stop":
                 line, bad = chunk.first_bad
                 raise InputError(f"{path}:{line}: {bad.detail}; mend the record or pass --on_bad_record skip")
@@ -154,12 +176,13 @@ def tokenize(
         "sources": [{"path": str(path.resolve()), "bytes": path.stat().st_size} for path in paths],
         "json_key": json_key,
         "append_eod": append_eod,
+        "engine": "gigatoken" if isinstance(encoder, GigatokenEncoder) else "tokenizers",
         "tokenizer": {
             "path": str(Path(tokenizer_path).resolve()),
             "sha256": tokenizer.sha256,
             "eos_token": tokenizer.end_token,
         },
-        "versions": {name: importlib.metadata.version(name) for name in ("tokenizers", "numpy")},
+        "versions": {name: importlib.metadata.version(name) for name in ("tokenizers", "gigatoken", "numpy")},
         "seconds": max(round(time.perf_counter() - begin, 2), 0.01),
     }
     write_json(file_of(prefix, ".json"), report)
@@ -183,7 +206,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--output_prefix", type=Path, required=True, help="output path before _KEY_document.{bin,idx}")
     parser.add_argument("--tokenizer", required=True, help="directory with tokenizer.json, or the file")
     parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
-    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    parser.add_argument(
+        "--workers", type=int, default=os.cpu_count() or 1, help="processes of engine tokenizers (default: one a core)"
+    )
+    parser.add_argument(
+        "--engine",
+        choices=["auto", "gigatoken", "tokenizers"],
+        default="auto",
+        help="auto: gigatoken where it gives the same ids",
+    )
     parser.add_argument("--on_bad_record", choices=["stop", "skip"], default="stop", help="default: stop")
     parser.add_argument(
         "--append_eod", choices=["true", "false"], default="true", help="end each document (default: true)"
@@ -201,6 +232,7 @@ def main(argv: list[str] | None = None) -> int:
         workers=arguments.workers,
         on_bad_record=arguments.on_bad_record,
         append_eod=arguments.append_eod == "true",
+        engine=arguments.engine,
     )
     print(summary(report))
     return 0

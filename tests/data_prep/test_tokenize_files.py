@@ -137,6 +137,53 @@ def test_bytes_do_not_depend_on_workers_or_chunks(tmp_path, tokenizer, monkeypat
     assert len(hashes) == 1
 
 
+ODD_TEXTS = [
+    "A <|endoftext|> B",
+    "<|endoftext|><|endoftext|>",
+    "naïve \U0001f600 \u00a0\u2028 text",
+    "\x00\x01\x7f",
+    "tabs\tand\r\nlines   and    spaces ",
+    "don't we'll I'M",
+    "12345 67.89",
+    "a" * 5000,
+]
+
+
+def test_both_engines_give_the_same_bytes(tmp_path, tokenizer):
+    random = np.random.RandomState(0)
+    texts_ = [*ODD_TEXTS, *("".join(map(chr, random.randint(32, 0x2FFF, 40))) for _ in range(200))]
+    content = "\n".join(json.dumps({"text": text}) for text in texts_)
+    made = [
+        run(tmp_path, tokenizer, content, "--engine", engine, name=engine) for engine in ("gigatoken", "tokenizers")
+    ]
+    assert made[0].tokens.tobytes() == made[1].tokens.tobytes() and (made[0].lengths == made[1].lengths).all()
+    assert json.loads(file_of(made[0].prefix, ".json").read_text())["engine"] == "gigatoken"
+
+
+def test_a_tokenizer_that_gigatoken_does_not_know_falls_back_with_a_note(tmp_path, capsys):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({"[EOS]": 0, "hello": 1, "[UNK]": 2}, unk_token="[UNK]"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "[EOS]"}')
+    assert run(tmp_path, tmp_path, '{"text":"hello world"}\n').document(0).tolist() == [1, 2, 0]
+    assert "note: tokenizers is used instead of the faster gigatoken: " in capsys.readouterr().out
+    with pytest.raises(InputError, match="--engine gigatoken can't be used"):
+        run(tmp_path, tmp_path, '{"text":"hello"}\n', "--engine", "gigatoken", name="other")
+
+
+def test_an_engine_that_differs_on_the_sample_is_not_used(tmp_path, tokenizer, capsys, monkeypatch):
+    from data_prep import tokenizer as module
+
+    real = module.GigatokenEncoder.encode
+    monkeypatch.setattr(
+        module.GigatokenEncoder, "encode", lambda self, texts: (real(self, texts)[0] + 1, real(self, texts)[1])
+    )
+    assert texts(run(tmp_path, tokenizer, '{"text":"hello"}\n'), tokenizer) == ["hello"]
+    assert "it gives other ids than tokenizers on the first records" in capsys.readouterr().out
+
+
 def test_existing_output_is_kept(tmp_path, tokenizer):
     run(tmp_path, tokenizer, '{"text":"first"}\n')
     with pytest.raises(InputError, match="exists; choose another --output_prefix or pass --overwrite"):
@@ -195,7 +242,7 @@ def test_tokenizer_directory_loads_in_transformers(tokenizer):
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     text = "hello\tworld, naïve \U0001f600\n"
     assert loaded.eos_token == "<|endoftext|>" and loaded.decode(loaded(text).input_ids) == text
-    assert loaded(text).input_ids == TextTokenizer(tokenizer).encode_batch([text])[0]
+    assert loaded(text).input_ids == TextTokenizer(tokenizer).encode([text])[0].tolist()
 
 
 def test_tokenizer_of_no_text(tmp_path):
