@@ -6,13 +6,12 @@ about 10 to 30 MB that every machine already has.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import sysconfig
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import atomic_open, make_directory
 
 EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "lib2to3"}
@@ -45,10 +44,13 @@ def write_stdlib(output: Path) -> tuple[int, int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.corpus", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m data_prep.corpus", description=__doc__.splitlines()[0])
     parser.add_argument("name", choices=["stdlib"], help="which corpus")
     parser.add_argument("output", type=Path, help="the JSONL file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing file")
     arguments = parser.parse_args(argv)
+    if arguments.output.exists() and not arguments.overwrite:
+        raise InputError(f"{arguments.output} exists; choose another file or pass --overwrite")
     documents, size = write_stdlib(arguments.output)
     print(f"{arguments.output}: {documents} documents, {size / 1e6:.1f} MB of text")
     return 0

@@ -1,4 +1,9 @@
-"""The one exception for a mistake in what the user gave us: files, settings, command lines."""
+"""The one exception for a mistake in what the user gave us, and how commands report it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
 
 
 class InputError(ValueError):
@@ -8,17 +13,35 @@ class InputError(ValueError):
     """
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """An ArgumentParser that takes no abbreviations and whose mistakes are InputErrors."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str):
+        raise InputError(f"{message}; see --help")
+
+
+def of_file(error: OSError) -> InputError:
+    """The InputError for a file that can't be read or written."""
+    return InputError(f"{error.filename}: {error.strerror}")
+
+
 def run_command(main) -> int:
     """Run `main()` of a command line; returns the exit code: 0, 2 for an InputError, 130 for Ctrl-C."""
-    import sys
-
     try:
         return main() or 0
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        message = str(error)
+    except BrokenPipeError:
+        return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        message = str(of_file(error))
     except KeyboardInterrupt:
         print("interrupted; nothing half-written was kept under a final name", file=sys.stderr)
         return 130
-    except BrokenPipeError:
-        return 0
+    print(f"error: {message}", file=sys.stderr)
+    return 2

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from pathlib import Path
 
-from data_prep.errors import InputError
+from data_prep.errors import InputError, of_file
 
 
 def fsync_directory(path: Path) -> None:
@@ -60,11 +61,24 @@ def write_json(path: Path, value) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False) + "\n")
 
 
-def read_json(path: Path):
-    """Read a JSON file of ours. Raises InputError naming the file when it is missing or broken."""
+def read_json(path: Path) -> dict:
+    """Read a file that holds a JSON object. Raises InputError naming the file when it is missing or broken."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}") from None
+        raise of_file(error) from None
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({error}); it was cut short or edited by hand") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} holds no JSON object")
+    return value
+
+
+def replace_directory(new: Path, final: Path) -> None:
+    """Rename `new` to `final`; what was there goes only once the new one is in its place."""
+    old = final.with_name(f".{final.name}.{os.getpid()}.old")
+    if final.exists():
+        os.rename(final, old)
+    os.rename(new, final)
+    fsync_directory(final.parent)
+    shutil.rmtree(old, ignore_errors=True)

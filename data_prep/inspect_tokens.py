@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import read_json
 from data_prep.token_file import TokenFile, file_of
 from data_prep.tokenizer import TextTokenizer
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.inspect_tokens", description=__doc__)
+    parser = OneLineParser(prog="python -m data_prep.inspect_tokens", description=__doc__)
     parser.add_argument("prefix", type=Path, help="token file, without .bin/.idx")
     parser.add_argument("--document", type=int, help="print this document")
     parser.add_argument("--tokenizer", help="decode with this tokenizer (default: the one recorded beside the file)")

@@ -12,6 +12,7 @@ Several sources are blended as Megatron's BlendedDataset does it. Positions are 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections import OrderedDict
@@ -132,7 +133,7 @@ class MegatronSource:
         self.tokens, self.seq_length, self.num_samples = tokens, seq_length, num_samples
         self.samples_per_epoch = _samples_in(tokens, seq_length)
         total = tokens.total_tokens
-        epochs = max(1, math.ceil((num_samples * seq_length + 1) / total))
+        epochs = max(1, -(-(num_samples * seq_length + 1) // total))
         samples_before_last = ((epochs - 1) * total - 1) // seq_length
         from_last = num_samples - samples_before_last
         separate = epochs > 1 and from_last < int(self.SEPARATE_LAST_EPOCH_BELOW * self.samples_per_epoch)
@@ -143,22 +144,25 @@ class MegatronSource:
         self.document_index = np.concatenate([_shuffled(np.tile(documents, part), random) for part in parts])
         self._stream = DocumentStream(tokens, self.document_index)
         count = (epochs * total - 1) // seq_length
-        starts = np.arange(count + 1, dtype=np.int64) * seq_length
-        entries, offsets = self._stream.locate(starts)
-        self.sample_index = np.stack([entries, offsets], axis=1)
-        self.sample_index[0] = 0  # Megatron's first row is (0, 0) even when the first document is empty
         dtype = np.uint32 if count < np.iinfo(np.uint32).max - 1 else np.int64
         blocks = [(0, samples_before_last), (samples_before_last, count)] if separate else [(0, count)]
         self.shuffle_index = np.concatenate(
             [_shuffled(np.arange(start, stop, dtype=dtype), random) for start, stop in blocks]
         )
 
+    @functools.cached_property
+    def sample_index(self) -> np.ndarray:
+        starts = np.arange(len(self.shuffle_index) + 1, dtype=np.int64) * self.seq_length
+        index = np.stack(self._stream.locate(starts), axis=1)
+        index[0] = 0  # Megatron's first row is (0, 0) even when the first document is empty
+        return index
+
     def sample(self, number: int) -> np.ndarray:
         start = int(self.shuffle_index[number]) * self.seq_length
         return self._stream.read(start, self.seq_length + 1)
 
     def describe(self, number: int) -> str:
-        entry, offset = self.sample_index[int(self.shuffle_index[number])]
+        entry, offset = self._stream.locate(int(self.shuffle_index[number]) * self.seq_length)
         return f"{self.tokens.prefix}, document {int(self.document_index[entry])}, token {int(offset)}"
 
 
@@ -319,9 +323,10 @@ class SampleStream:
         """Sample `number`, [seq_length + 1]. Raises InputError for an id outside the vocabulary, naming its document."""
         source, within = self.blend.draw(number)
         ids = self.sources[source].sample(within)
-        if ids.max() >= self.spec.vocab_size:
+        wrong = ids[(ids >= self.spec.vocab_size) | (ids < 0)]
+        if len(wrong):
             raise InputError(
-                f"token id {int(ids.max())} is outside the model's vocabulary of {self.spec.vocab_size} (sample from "
+                f"token id {int(wrong[0])} is outside the model's vocabulary of {self.spec.vocab_size} (sample from "
                 f"{self.sources[source].describe(within)}): the files were made with another tokenizer; set "
                 "model.vocab_size or tokenize again"
             )

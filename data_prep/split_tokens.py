@@ -6,12 +6,11 @@ land on the same side.
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import read_json, write_json
 from data_prep.token_file import TokenFile, TokenFileWriter, file_of, token_prefix
 
@@ -54,7 +53,7 @@ def split(source: Path, train: Path, validation: Path, fraction: float) -> dict[
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.split_tokens", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m data_prep.split_tokens", description=__doc__.splitlines()[0])
     parser.add_argument("prefix", type=Path, help="token file, without .bin/.idx")
     parser.add_argument("--train_prefix", type=Path, required=True, help="training file to write")
     parser.add_argument("--validation_prefix", type=Path, required=True, help="validation file to write")
@@ -65,6 +64,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if not 0 < arguments.validation_fraction < 1:
         raise InputError(f"--validation_fraction {arguments.validation_fraction:g} must lie between 0 and 1")
+    paths = [token_prefix(p).resolve() for p in (arguments.prefix, arguments.train_prefix, arguments.validation_prefix)]
+    if len(set(paths)) < 3:
+        raise InputError("the source, --train_prefix and --validation_prefix must be three different files")
     for prefix in (arguments.train_prefix, arguments.validation_prefix):
         index = file_of(token_prefix(prefix), ".idx")
         if index.exists() and not arguments.overwrite:

@@ -28,7 +28,10 @@ DTYPE_CODES = {np.dtype(dtype): code for code, dtype in TOKEN_DTYPES.items()}
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The stored type for ids 0 .. vocab_size - 1: uint16 where they fit, else int32 (the format has no uint32)."""
+    """The stored type for ids 0 .. vocab_size - 1: uint16 where they fit, else int32 (the format has no uint32).
+
+    Megatron's writer changes to int32 at 65,500 already; readers take the type from the file.
+    """
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
 
 
@@ -84,13 +87,16 @@ class TokenFile:
         self.lengths = raw[start : start + 4 * sequences].view("<i4")
         start += 4 * sequences
         byte_offsets = raw[start : start + 8 * sequences].view("<i8")
-        total = int(self.lengths.sum(dtype=np.int64))
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        total = int(ends[-1])
         if total * self.dtype.itemsize != data_size:
             raise InputError(
                 f"{data_path} has {data_size} bytes, but {index_path.name} counts {total} tokens of "
                 f"{self.dtype.itemsize} bytes = {total * self.dtype.itemsize}: one of the two is truncated or stale"
             )
-        self.offsets = byte_offsets // self.dtype.itemsize
+        self.offsets = ends - self.lengths
+        if int(self.lengths.min()) < 0 or not np.array_equal(self.offsets * self.dtype.itemsize, byte_offsets):
+            raise InputError(f"{index_path} is damaged: its offsets are not the running sum of its lengths")
         self.tokens = np.memmap(data_path, mode="r", dtype=self.dtype.newbyteorder("<"))
 
     def __len__(self) -> int:
@@ -104,10 +110,6 @@ class TokenFile:
         """Token ids of one document, [length], not copied."""
         start = int(self.offsets[number])
         return self.tokens[start : start + int(self.lengths[number])]
-
-    def document_at(self, position: int) -> int:
-        """The document that holds the token at `position` of .bin."""
-        return int(np.searchsorted(self.offsets, position, side="right")) - 1
 
 
 class TokenFileWriter:
@@ -158,7 +160,6 @@ class TokenFileWriter:
     def close(self) -> None:
         """Publish the pair. Raises InputError, leaving no output, when no document was added."""
         if self.documents == 0:
-            self.abort()
             raise InputError(f"0 documents written to {self.prefix}: the input is empty or every record was skipped")
         lengths = np.concatenate(self._lengths)
         # int64 before the running sum: int32 offsets wrap at 2 GiB.
@@ -181,6 +182,7 @@ class TokenFileWriter:
         fsync_directory(self.prefix.parent)
 
     def abort(self) -> None:
+        """Remove what is not published."""
         self._data.close()
         for path in self._temporary.values():
             path.unlink(missing_ok=True)
@@ -189,7 +191,8 @@ class TokenFileWriter:
         return self
 
     def __exit__(self, kind, *_) -> None:
-        if kind is None:
-            self.close()
-        else:
+        try:
+            if kind is None:
+                self.close()
+        finally:
             self.abort()

@@ -6,7 +6,6 @@ tokenizer and versions. The bytes depend on neither the number of workers nor th
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import os
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import write_json
 from data_prep.records import HARMLESS, BadRecord, check_inputs, line_chunks, parse_record
 from data_prep.token_file import TokenFileWriter, file_of, token_dtype
@@ -148,7 +147,6 @@ def tokenize(
     if note:
         print(note)
     prefix = output_prefix.with_name(f"{output_prefix.name}_{json_key}_document")
-    file_of(prefix, ".json").unlink(missing_ok=True)
     counts: Counter = Counter()
     begin = time.perf_counter()
     size = sum(path.stat().st_size for path in paths)
@@ -163,6 +161,8 @@ def tokenize(
             writer.add(chunk.ids, chunk.lengths)
             counts.update(chunk.counts)
             progress.update(chunk.bytes_read)
+        if writer.documents:  # about to be published: the old record must not stand beside the new tokens
+            file_of(prefix, ".json").unlink(missing_ok=True)
     report = {
         "documents": writer.documents,
         "tokens": writer.total_tokens,
@@ -201,7 +201,7 @@ def summary(report: dict) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.tokenize_files", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m data_prep.tokenize_files", description=__doc__.splitlines()[0])
     parser.add_argument("--input", nargs="+", type=Path, required=True, help="JSONL files, read in this order")
     parser.add_argument("--output_prefix", type=Path, required=True, help="output path before _KEY_document.{bin,idx}")
     parser.add_argument("--tokenizer", required=True, help="directory with tokenizer.json, or the file")
@@ -221,6 +221,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--overwrite", action="store_true", help="replace existing token files")
     arguments = parser.parse_args(argv)
+    if "/" in arguments.json_key or not arguments.output_prefix.name:
+        raise InputError(
+            f"--output_prefix {arguments.output_prefix} and --json_key {arguments.json_key} make no file name"
+        )
     existing = arguments.output_prefix.with_name(f"{arguments.output_prefix.name}_{arguments.json_key}_document.idx")
     if existing.exists() and not arguments.overwrite:
         raise InputError(f"{existing} exists; choose another --output_prefix or pass --overwrite")

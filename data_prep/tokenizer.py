@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from data_prep.errors import InputError
+from data_prep.files import read_json
 
 
 class TextTokenizer:
@@ -54,7 +55,7 @@ class TextTokenizer:
     def _end_token(self, directory: Path) -> str | None:
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             if (directory / name).is_file():
-                token = json.loads((directory / name).read_text(encoding="utf-8")).get("eos_token")
+                token = read_json(directory / name).get("eos_token")
                 if token is not None:
                     return token["content"] if isinstance(token, dict) else token
         return None

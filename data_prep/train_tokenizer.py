@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import shutil
@@ -10,8 +9,8 @@ import sys
 import time
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
-from data_prep.files import make_directory
+from data_prep.errors import InputError, OneLineParser, run_command
+from data_prep.files import make_directory, replace_directory
 from data_prep.records import check_inputs, iterate_texts
 
 END_TOKEN = "<|endoftext|>"
@@ -52,22 +51,22 @@ def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -
             "model_max_length": 10**9,
         }
         (temporary / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        if output.exists():
-            shutil.rmtree(output)
-        os.replace(temporary, output)
+        replace_directory(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return tokenizer.get_vocab_size()
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m data_prep.train_tokenizer", description=__doc__)
+    parser = OneLineParser(prog="python -m data_prep.train_tokenizer", description=__doc__)
     parser.add_argument("--input", nargs="+", type=Path, required=True, help="JSONL files")
     parser.add_argument("--vocab_size", type=int, required=True, help="entries, the end-of-document token included")
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     arguments = parser.parse_args(argv)
+    if arguments.output.exists() and not (arguments.output / "tokenizer.json").is_file():
+        raise InputError(f"{arguments.output} exists and is no tokenizer directory; choose another --output")
     if arguments.output.exists() and not arguments.overwrite:
         raise InputError(f"{arguments.output} exists; choose another --output or pass --overwrite")
     begin = time.perf_counter()

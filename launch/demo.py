@@ -16,12 +16,12 @@ import sys
 import time
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import make_directory
 from monitoring.metrics import duration
 from monitoring.report import plot_loss, summarize
 from recipes.training import checkpoint_files
-from recipes.training.settings import REPOSITORY, OneLineParser, load_recipe
+from recipes.training.settings import REPOSITORY, load_recipe
 
 VOCAB_SIZE = 4096
 VALIDATION_FRACTION = 0.02

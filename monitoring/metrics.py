@@ -9,26 +9,11 @@ from collections import deque
 from pathlib import Path
 
 # Training lines of metrics.jsonl, in this order. Validation lines have step, validation_loss, validation_tokens.
-KEYS = [
-    "step",
-    "consumed_samples",
-    "consumed_tokens",
-    "loss",
-    "grad_norm",
-    "lr",
-    "applied_updates",
-    "skipped_steps",
-    "loss_scale",
-    "step_time_s",
-    "data_wait_s",
-    "tokens_per_s",
-    "tokens_per_s_per_device",
-    "model_tflops_per_device",
-    "mfu",
-    "memory_gib",
-    "attempt",
-    "time",
-]
+KEYS = """
+    step consumed_samples consumed_tokens loss grad_norm lr applied_updates skipped_steps loss_scale
+    step_time_s data_wait_s tokens_per_s tokens_per_s_per_device model_tflops_per_device mfu memory_gib
+    attempt time
+    """.split()
 # Keys whose values are no curve.
 NOT_PLOTTED = {"step", "attempt", "time"}
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import read_json
 from monitoring.metrics import read_metrics
 
@@ -72,14 +71,16 @@ def summarize(run_directory: Path) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m monitoring.report", description=__doc__.splitlines()[0])
+    parser = OneLineParser(prog="python -m monitoring.report", description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, help="run directory")
     parser.add_argument("--plot", type=Path, help="where the loss curve goes (default: RUN/loss.png)")
     arguments = parser.parse_args(argv)
     if not (arguments.run / "metrics.jsonl").is_file():
         raise InputError(f"{arguments.run} is no run directory with metrics: it has no metrics.jsonl")
-    print(summarize(arguments.run))
     plot = arguments.plot or arguments.run / "loss.png"
+    if plot.suffix != ".png":
+        raise InputError(f"--plot {plot} must end in .png")
+    print(summarize(arguments.run))
     plot_loss(arguments.run, plot)
     print(f"loss curve       {plot}")
     return 0

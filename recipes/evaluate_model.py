@@ -6,10 +6,9 @@ import math
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.loader import IGNORED_LABEL
 from data_prep.token_file import TokenFile
-from recipes.training.settings import OneLineParser
 
 
 def evaluate(model, tokens: TokenFile, seq_length: int, batch_size: int, limit: int | None = None) -> tuple[float, int]:

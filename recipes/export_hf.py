@@ -11,11 +11,11 @@ import shutil
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
+from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import make_directory, read_json, write_json
 from recipes import models
 from recipes.training import checkpoint_files
-from recipes.training.settings import OneLineParser, Recipe, load_recipe
+from recipes.training.settings import Recipe, load_recipe
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 RECORD = "export.json"

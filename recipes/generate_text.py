@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, run_command
-from recipes.training.settings import OneLineParser
+from data_prep.errors import InputError, OneLineParser, run_command
 
 
 def load_export(directory: Path):

@@ -32,7 +32,9 @@ class Settings:
 
 
 def head_dim(settings: Settings) -> int:
-    return settings.head_dim or settings.hidden_size // settings.num_attention_heads
+    if settings.head_dim is not None:
+        return settings.head_dim
+    return settings.hidden_size // settings.num_attention_heads
 
 
 def check(settings: Settings, seq_length: int, need) -> None:
@@ -49,7 +51,13 @@ def check(settings: Settings, seq_length: int, need) -> None:
         "model.num_key_value_heads",
         f"{kv} must be positive and divide num_attention_heads {heads}",
     )
-    need(head_dim(settings) % 2 == 0, "model.head_dim", f"{head_dim(settings)} must be even for rotary positions")
+    need(
+        head_dim(settings) > 0 and head_dim(settings) % 2 == 0,
+        "model.head_dim",
+        f"{head_dim(settings)} must be positive and even for rotary positions",
+    )
+    need(settings.rope_theta > 0, "model.rope_theta", f"{settings.rope_theta:g} must be positive")
+    need(settings.rms_norm_eps > 0, "model.rms_norm_eps", f"{settings.rms_norm_eps:g} must be positive")
     need(
         0 <= settings.attention_dropout < 1,
         "model.attention_dropout",

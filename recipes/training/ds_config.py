@@ -8,148 +8,75 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 from pathlib import Path
 
 import hjson
 
 from data_prep.errors import InputError
-from recipes.training.settings import _parse_value
+from recipes.training.settings import parse_value
 from recipes.training.sizes import ACCUMULATION, BATCH, MICRO, Sizes
 
 # Keys that DeepSpeed 0.19.8 reads, by section; tests/recipes/test_ds_config.py compares the sections that it defines as
 # models with the installed package. Keys beginning with "_" are notes.
-KNOWN_KEYS: dict[str, tuple[str, ...]] = {
-    "": tuple(
-        f"{BATCH} {MICRO} {ACCUMULATION} managed_gradient_accumulation steps_per_print dump_state disable_python_gc "
-        "disable_allgather communication_data_type seq_parallel_communication_data_type prescale_gradients "
-        "gradient_predivide_factor gradient_allreduce_op zero_optimization zero_allow_untested_optimizer "
-        "zero_force_ds_cpu_optimizer activation_checkpointing comms_logger tensorboard wandb csv_monitor comet "
-        "gradient_clipping fp16 bf16 bfloat16 torch_autocast optimizer scheduler flops_profiler wall_clock_breakdown "
-        "memory_breakdown autotuning use_data_before_expert_parallelism hybrid_engine pipeline data_efficiency checkpoint "
-        "data_types aio dataloader_drop_last log_level datastates_ckpt weight_quantization compile timers tensor_parallel "
-        "expert_parallel vocabulary_size sequence_parallel_size data_parallel_size".split()
-    ),
-    "optimizer": ("type", "params", "legacy_fusion"),
-    "zero_optimization": tuple(
-        [
-            "allgather_bucket_size",
-            "allgather_partitions",
-            "allgather_sequential",
-            "compute_grad_norm",
-            "contiguous_gradients",
-            "cpu_offload",
-            "cpu_offload_param",
-            "cpu_offload_use_pin_memory",
-            "elastic_checkpoint",
-            "enable_sanity_checks",
-            "gather_16bit_weights_on_model_save",
-            "ignore_unused_parameters",
-            "leaf_module",
-            "legacy_stage1",
-            "load_from_fp32_weights",
-            "log_trace_cache_warnings",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "memory_efficient_linear",
-            "model_persistence_threshold",
-            "module_granularity_threshold",
-            "offload_optimizer",
-            "offload_param",
-            "overlap_comm",
-            "override_module_apply",
-            "param_persistence_threshold",
-            "parameter_alignment",
-            "pipeline_loading_checkpoint",
-            "prefetch_bucket_size",
-            "reduce_bucket_size",
-            "reduce_scatter",
-            "round_robin_gradients",
-            "save_muon_momentum_buffer_in_memory",
-            "stage",
-            "stage3_allgather_sequential",
-            "stage3_gather_16bit_weights_on_model_save",
-            "stage3_gather_fp16_weights_on_model_save",
-            "stage3_max_live_parameters",
-            "stage3_max_reuse_distance",
-            "stage3_model_persistence_threshold",
-            "stage3_module_granularity_threshold",
-            "stage3_param_persistence_threshold",
-            "stage3_prefetch_bucket_size",
-            "stage3_use_all_reduce_for_fetch_params",
-            "sub_group_size",
-            "use_all_reduce_for_fetch_params",
-            "use_multi_rank_bucket_allreduce",
-            "zenflow",
-            "zero_hpz_partition_size",
-            "zero_quantized_gradients",
-            "zero_quantized_nontrainable_weights",
-            "zero_quantized_weights",
-        ]
-    ),
-    "zero_optimization.offload_optimizer": tuple(
-        [
-            "buffer_count",
-            "cpuadam_cores_perc",
-            "device",
-            "fast_init",
-            "nvme_path",
-            "pin_memory",
-            "pipeline_read",
-            "pipeline_write",
-            "ratio",
-            "super_offload",
-        ]
-    ),
-    "zero_optimization.offload_param": tuple(
-        ["buffer_count", "buffer_size", "device", "max_in_cpu", "nvme_path", "pin_memory"]
-    ),
-    "bf16": tuple(
-        [
-            "bf16_master_weights_and_grads",
-            "bf16_optimizer_states",
-            "check_grad_overflow",
-            "enabled",
-            "immediate_grad_update",
-        ]
-    ),
-    "fp16": tuple(
-        [
-            "auto_cast",
-            "consecutive_hysteresis",
-            "enabled",
-            "fp16_master_weights_and_grads",
-            "hysteresis",
-            "initial_scale_power",
-            "loss_scale",
-            "loss_scale_window",
-            "min_loss_scale",
-        ]
-    ),
-    "activation_checkpointing": tuple(
-        [
-            "partition_activations",
-            "contiguous_memory_optimization",
-            "cpu_checkpointing",
-            "number_checkpoints",
-            "profile",
-            "synchronize_checkpoint_boundary",
-        ]
-    ),
+KNOWN_KEYS: dict[str, list[str]] = {
+    "": """
+        train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+        managed_gradient_accumulation steps_per_print dump_state disable_python_gc disable_allgather
+        communication_data_type seq_parallel_communication_data_type prescale_gradients
+        gradient_predivide_factor gradient_allreduce_op zero_optimization zero_allow_untested_optimizer
+        zero_force_ds_cpu_optimizer activation_checkpointing comms_logger tensorboard wandb csv_monitor
+        comet gradient_clipping fp16 bf16 bfloat16 torch_autocast optimizer scheduler flops_profiler
+        wall_clock_breakdown memory_breakdown autotuning use_data_before_expert_parallelism hybrid_engine
+        pipeline data_efficiency checkpoint data_types aio dataloader_drop_last log_level datastates_ckpt
+        weight_quantization compile timers tensor_parallel expert_parallel vocabulary_size
+        sequence_parallel_size data_parallel_size
+        """.split(),
+    "optimizer": "type params legacy_fusion".split(),
+    "zero_optimization": """
+        allgather_bucket_size allgather_partitions allgather_sequential compute_grad_norm
+        contiguous_gradients cpu_offload cpu_offload_param cpu_offload_use_pin_memory elastic_checkpoint
+        enable_sanity_checks gather_16bit_weights_on_model_save ignore_unused_parameters leaf_module
+        legacy_stage1 load_from_fp32_weights log_trace_cache_warnings max_live_parameters max_reuse_distance
+        memory_efficient_linear model_persistence_threshold module_granularity_threshold offload_optimizer
+        offload_param overlap_comm override_module_apply param_persistence_threshold parameter_alignment
+        pipeline_loading_checkpoint prefetch_bucket_size reduce_bucket_size reduce_scatter
+        round_robin_gradients save_muon_momentum_buffer_in_memory stage stage3_allgather_sequential
+        stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
+        stage3_max_live_parameters stage3_max_reuse_distance stage3_model_persistence_threshold
+        stage3_module_granularity_threshold stage3_param_persistence_threshold stage3_prefetch_bucket_size
+        stage3_use_all_reduce_for_fetch_params sub_group_size use_all_reduce_for_fetch_params
+        use_multi_rank_bucket_allreduce zenflow zero_hpz_partition_size zero_quantized_gradients
+        zero_quantized_nontrainable_weights zero_quantized_weights
+        """.split(),
+    "zero_optimization.offload_optimizer": """
+        buffer_count cpuadam_cores_perc device fast_init nvme_path pin_memory pipeline_read pipeline_write
+        ratio super_offload
+        """.split(),
+    "zero_optimization.offload_param": """
+        buffer_count buffer_size device max_in_cpu nvme_path pin_memory
+        """.split(),
+    "bf16": """
+        bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled
+        immediate_grad_update
+        """.split(),
+    "data_types": "grad_accum_dtype".split(),
+    "flops_profiler": """
+        enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
+        """.split(),
+    "fp16": """
+        auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis
+        initial_scale_power loss_scale loss_scale_window min_loss_scale
+        """.split(),
+    "activation_checkpointing": """
+        partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
+        synchronize_checkpoint_boundary
+        """.split(),
 }
-ADAM_PARAMS = tuple(
-    [
-        "lr",
-        "betas",
-        "eps",
-        "weight_decay",
-        "bias_correction",
-        "amsgrad",
-        "torch_adam",
-        "adam_w_mode",
-        "fp32_optimizer_states",
-        "fused",
-    ]
-)
+KNOWN_KEYS["bfloat16"] = KNOWN_KEYS["bf16"]
+ADAM_PARAMS = """
+    lr betas eps weight_decay bias_correction amsgrad torch_adam adam_w_mode fp32_optimizer_states fused
+    """.split()
 
 REMOVED = {
     "elasticity": "launch with fewer or more ranks; the recipe keeps global_batch_size",
@@ -176,6 +103,8 @@ NOT_OFFERED = (
     "hybrid_engine",
     "data_efficiency",
     "data_parallel_size",
+    "checkpoint",
+    "datastates_ckpt",
 )
 
 
@@ -200,7 +129,7 @@ def load_ds_config(path: str | Path, overrides: list[str] = ()) -> dict:
             target = target.setdefault(section, {})
             if not isinstance(target, dict):
                 raise InputError(f"override ds.{override}: {section} is a value in {path}, not a section")
-        target[last] = _parse_value(value)
+        target[last] = parse_value(value)
     return config
 
 
@@ -240,14 +169,24 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, dict) or "type" not in optimizer:
         refuse("optimizer", 'state one, such as {"type": "AdamW", "params": {"lr": 3e-4}}')
+    if not isinstance(optimizer["type"], str):
+        refuse("optimizer.type", f"{optimizer['type']!r} is no optimizer's name")
     params = optimizer.get("params", {})
-    if not isinstance(params.get("lr"), (int, float)) or params["lr"] <= 0:
+    if not isinstance(params, dict):
+        refuse("optimizer.params", f"must be a section, not {params!r}")
+    if not _is_number(params.get("lr")) or params["lr"] <= 0:
         refuse("optimizer.params.lr", f"state the peak learning rate as a positive number, not {params.get('lr')!r}")
+    for key in ("eps", "weight_decay", "momentum"):
+        if key in params and not (_is_number(params[key]) and params[key] >= 0):
+            refuse(f"optimizer.params.{key}", f"{params[key]!r} must be a number of at least 0")
+    betas = params.get("betas", [0.9, 0.999])
+    if not (isinstance(betas, list) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
+        refuse("optimizer.params.betas", f"{betas!r} must be two numbers from 0 to below 1")
     if str(optimizer["type"]).lower() in ("adam", "adamw"):
         for key in params:
             if key not in ADAM_PARAMS and not key.startswith("_"):
                 refuse(f"optimizer.params.{key}", _nearest(key, ADAM_PARAMS))
-    if not isinstance(config.get("gradient_clipping"), (int, float)):
+    if not _is_number(config.get("gradient_clipping")) or config["gradient_clipping"] < 0:
         refuse(
             "gradient_clipping",
             "state it (0 turns clipping off): an absent one means 1.0 in DeepSpeed 0.19 and meant off before",
@@ -289,11 +228,15 @@ def precision(config: dict) -> str:
     return "bf16" if _enabled(config, "bf16") or _enabled(config, "bfloat16") else "fp32"
 
 
+def _is_number(value) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _enabled(config: dict, key: str) -> bool:
     return bool(config.get(key, {}).get("enabled", False))
 
 
-def _nearest(key: str, known: tuple[str, ...]) -> str:
+def _nearest(key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return "unknown key, which DeepSpeed would ignore or refuse" + (f"; did you mean {close[0]}?" if close else "")
 

@@ -5,9 +5,9 @@ Every mistake is an InputError that names file and line (or the override), the r
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
+import functools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,19 @@ import yaml
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from data_prep.errors import InputError
+from data_prep.errors import InputError, OneLineParser, of_file
 from recipes import models
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SYNTHETIC = "synthetic"
+DS_CONFIG_SECTIONS = {
+    "optimizer",
+    "zero_optimization",
+    "bf16",
+    "fp16",
+    "gradient_clipping",
+    "train_micro_batch_size_per_gpu",
+}
 # Lengths that can be given in optimizer steps or in tokens; stating both in one file is an error.
 STEPS_OR_TOKENS = [("steps", "tokens"), ("warmup_steps", "warmup_tokens"), ("decay_steps", "decay_tokens")]
 
@@ -107,17 +115,7 @@ class Recipe:
         return self.steps_of("steps")
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """An ArgumentParser whose mistakes are InputErrors."""
-
-    def __init__(self, **options):
-        super().__init__(allow_abbrev=False, **options)
-
-    def error(self, message: str):
-        raise InputError(f"{message}; see --help")
-
-
-def recipe_parser(description: str, **options) -> argparse.ArgumentParser:
+def recipe_parser(description: str, **options) -> OneLineParser:
     """The options that pretraining and its checker share."""
     parser = OneLineParser(description=description, **options)
     parser.add_argument("--deepspeed_config", help="ds_config JSON, in place of the recipe's")
@@ -145,59 +143,77 @@ def load_recipe(
     if resume is not None:
         pairs.append(("checkpoint.resume", resume))
 
-    text = path.read_text(encoding="utf-8")
-    try:
-        node = yaml.compose(text)
-        raw = OmegaConf.to_container(OmegaConf.create(text or "{}"), resolve=False)
-    except (yaml.YAMLError, OmegaConfBaseException) as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}" if mark else path
-        raise InputError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or error}") from None
-    if not isinstance(raw, dict):
-        raise InputError(f"{path}: the file holds no settings")
-    lines = _key_lines(node)
+    raw, lines = _read_yaml(path)
+    at = functools.partial(_at, path, lines)
+    both = [pair for pair in STEPS_OR_TOKENS if all((raw.get("schedule") or {}).get(key) is not None for key in pair)]
+    if both:
+        steps_key, tokens_key = (f"schedule.{key}" for key in both[0])
+        raise InputError(f"{at(tokens_key)}: {steps_key} and {tokens_key} are both given; keep one")
 
-    schedule = raw.get("schedule") or {}
-    for steps_key, tokens_key in STEPS_OR_TOKENS:
-        if schedule.get(steps_key) is not None and schedule.get(tokens_key) is not None:
-            raise InputError(
-                f"{_at(path, lines, f'schedule.{tokens_key}')}: schedule.{steps_key} and schedule.{tokens_key} are both given; keep one"
-            )
-        for here, other in ((steps_key, tokens_key), (tokens_key, steps_key)):
-            if any(key == f"schedule.{here}" for key, _ in pairs):
-                schedule.pop(other, None)
-
-    values = [(key, _parse_value(value), f"override {key}={value}") for key, value in pairs]
-    family = next((value for key, value, _ in values if key == "model.family"), (raw.get("model") or {}).get("family"))
+    overrides_by_key = [(key, parse_value(value), f"override {key}={value}") for key, value in pairs]
+    family = next((v for key, v, _ in reversed(overrides_by_key) if key == "model.family"), None)
+    family_at = f"override model.family={family}" if family else at("model.family")
+    if family is None and isinstance(raw.get("model"), dict):
+        family = raw["model"].get("family")
+    known = models.family(family, family_at).Settings
     schema = OmegaConf.structured(Recipe)
-    known = models.family(family, _at(path, lines, "model.family")).Settings
     OmegaConf.update(schema, "model", OmegaConf.structured(known))
 
-    _check_keys(raw, Recipe, known, "", lambda key: _at(path, lines, key))
-    for key, _, where in values:
-        nested: Any = None
-        for part in reversed(key.split(".")):
-            nested = {part: nested}
-        _check_keys(nested, Recipe, known, "", lambda _key, where=where: where)
-
+    _check_keys(raw, Recipe, known, "", at)
     resolve_paths(raw, path.parent)
-    merged = _merge(schema, raw, lambda key: _at(path, lines, key))
-    for key, value, where in values:
+    merged = _merge(schema, raw, at)
+    for key, value, where in overrides_by_key:
         nested = value
         for part in reversed(key.split(".")):
             nested = {part: nested}
+        place = functools.partial(lambda where, _key: where, where)
+        _check_keys(nested, Recipe, known, "", place)
         resolve_paths(nested, Path.cwd())
-        merged = _merge(merged, nested, lambda _key, where=where: where)
+        for here, other in [*STEPS_OR_TOKENS, *(pair[::-1] for pair in STEPS_OR_TOKENS)]:
+            if nested.get("schedule", {}).get(here) is not None:  # given later, it replaces its counterpart
+                nested["schedule"].setdefault(other, None)
+        merged = _merge(merged, nested, place)
+
+    def where(key: str) -> str:
+        return next((place for k, _, place in reversed(overrides_by_key) if k == key), at(key))
+
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise InputError(f"{at(missing[0])}: {missing[0]} is missing")
     try:
         recipe: Recipe = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         raise InputError(f"{path}: {_first_line(error)}") from None
     recipe.output_dir = str(Path(recipe.output_dir).resolve())
-    recipe.data.files = normalize_files(recipe.data.files, "data.files")
+    recipe.data.files = normalize_files(recipe.data.files, where("data.files"), "data.files")
     if recipe.data.validation_files is not None:
-        recipe.data.validation_files = normalize_files(recipe.data.validation_files, "data.validation_files")
-    check_recipe(recipe, lambda key: next((w for k, _, w in reversed(values) if k == key), _at(path, lines, key)))
+        key = "data.validation_files"
+        recipe.data.validation_files = normalize_files(recipe.data.validation_files, where(key), key)
+    check_recipe(recipe, where)
     return recipe, ds_overrides
+
+
+def _read_yaml(path: Path) -> tuple[dict, dict[str, int]]:
+    """(settings, {dotted key: line}) of a YAML file. Raises InputError naming file and line."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text)
+        raw = (
+            OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+            if isinstance(node, yaml.MappingNode)
+            else None
+        )
+    except OSError as error:
+        raise of_file(error) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 at byte {error.start}") from None
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}" if mark else path
+        raise InputError(f"{where}: not valid YAML: {getattr(error, 'problem', None) or _first_line(error)}") from None
+    if not raw:
+        raise InputError(f"{path}: the file holds no settings")
+    return {key: value for key, value in raw.items() if value is not None}, _key_lines(node)
 
 
 def check_recipe(recipe: Recipe, where) -> None:
@@ -212,6 +228,7 @@ def check_recipe(recipe: Recipe, where) -> None:
         "name",
         f"{recipe.name!r} must be a plain directory name",
     )
+    need(0 <= recipe.seed < 2**32, "seed", f"{recipe.seed} must lie in 0 .. 2^32 - 1")
     need(recipe.global_batch_size > 0, "global_batch_size", f"{recipe.global_batch_size} must be positive")
     need(recipe.data.seq_length > 0, "data.seq_length", f"{recipe.data.seq_length} must be positive")
     need(recipe.data.order in ("epoch", "megatron"), "data.order", f"{recipe.data.order!r} must be epoch or megatron")
@@ -243,6 +260,9 @@ def check_recipe(recipe: Recipe, where) -> None:
     else:
         need(decay == 0, "schedule.decay_steps", "belongs to schedule.decay=warmup_stable_decay")
     for key, value in (
+        ("data.max_epochs", recipe.data.max_epochs),
+        ("schedule.warmup_tokens", recipe.schedule.warmup_tokens or None),
+        ("monitor.peak_tflops", recipe.monitor.peak_tflops),
         ("validation.every_steps", recipe.validation.every_steps),
         ("validation.samples", recipe.validation.samples),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
@@ -250,27 +270,31 @@ def check_recipe(recipe: Recipe, where) -> None:
         ("guards.max_skipped_in_a_row", recipe.guards.max_skipped_in_a_row),
     ):
         need(value is None or value > 0, key, f"{value} must be positive")
+    if recipe.data.validation_files == SYNTHETIC:
+        need(recipe.validation.samples is not None, "validation.samples", "must be a number: synthetic data has no end")
     resume = recipe.checkpoint.resume
     need(
-        resume in ("latest", "none") or resume.isdigit(),
+        resume in ("latest", "none") or (resume.isascii() and resume.isdecimal()),
         "checkpoint.resume",
         f"{resume!r} must be latest, none or a step number",
     )
     models.family(recipe.model.family).check(recipe.model, recipe.data.seq_length, need)
 
 
-def normalize_files(files, key: str):
+def normalize_files(files, where: str, key: str):
     """ "synthetic", or a list of {path, weight}, whatever of the accepted forms was given."""
     if files == SYNTHETIC:
         return SYNTHETIC
     entries = [files] if isinstance(files, (str, dict)) else files
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{key} must be a token file, a list of them, a list of {{path, weight}}, or {SYNTHETIC}")
+        raise InputError(
+            f"{where}: {key} must be a token file, a list of them, a list of {{path, weight}}, or {SYNTHETIC}"
+        )
     normal = []
     for entry in entries:
         entry = {"path": entry} if isinstance(entry, str) else entry
-        if not isinstance(entry, dict) or "path" not in entry or set(entry) - {"path", "weight"}:
-            raise InputError(f"{key}: {entry!r} must be a path or {{path: ..., weight: ...}}")
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str) or set(entry) - {"path", "weight"}:
+            raise InputError(f"{where}: {key}: {entry!r} must be a path or {{path: ..., weight: ...}}")
         normal.append({"path": entry["path"], "weight": entry.get("weight", 1.0)})
     return normal
 
@@ -326,32 +350,54 @@ def _split_override(override: str) -> tuple[str, str]:
     return key, value
 
 
-def _parse_value(text: str):
-    """An override's value, read as YAML: 50, 1e-3, true, null, [a, b], text."""
+def parse_value(text: str):
+    """An override's value: 50, 1e-3, true, null, [a, b] or {a: 1} as YAML reads them, with every float form; else text."""
     try:
-        return OmegaConf.to_container(OmegaConf.create({"value": yaml.safe_load(text)}))["value"]
+        value = yaml.safe_load(text)
     except yaml.YAMLError:
         return text
+    if isinstance(value, str):
+        try:
+            return float(value)  # YAML 1.1 takes 1e-3 for text
+        except ValueError:
+            return text
+    return value if isinstance(value, (bool, int, float, list, dict, type(None))) else text
 
 
-def _check_keys(values, recipe_class, model_class, prefix: str, where) -> None:
-    """Refuse keys that the dataclasses do not have, naming the nearest one."""
+def _check_keys(values: dict, recipe_class, model_class, prefix: str, where) -> None:
+    """Refuse keys that the dataclasses do not have, naming the nearest one, and values in place of sections."""
     known = {f.name: f for f in dataclasses.fields(recipe_class)}
-    for key, value in (values or {}).items():
+    for key, value in values.items():
+        full = f"{prefix}{key}"
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
-            hint = f"did you mean {prefix}{close[0]}?" if close else f"known keys: {', '.join(known)}"
-            raise InputError(f"{where(prefix + str(key))}: unknown key {prefix}{key}; {hint}")
-        nested = model_class if f"{prefix}{key}" == "model" else known[key].default_factory
-        if dataclasses.is_dataclass(nested) and isinstance(value, dict):
-            _check_keys(value, nested, model_class, f"{prefix}{key}.", where)
+            raise InputError(f"{where(full)}: unknown key {full}; {_hint(str(key), prefix, known, model_class)}")
+        nested = model_class if full == "model" else known[key].default_factory
+        if dataclasses.is_dataclass(nested):
+            if not isinstance(value, dict):
+                raise InputError(f"{where(full)}: {full} is a section with keys of its own, not {value!r}")
+            _check_keys(value, nested, model_class, f"{full}.", where)
+
+
+def _hint(key: str, prefix: str, known: dict, model_class) -> str:
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {prefix}{close[0]}?"
+    if not prefix and key in DS_CONFIG_SECTIONS:
+        return f"keys of the ds_config take the prefix ds., as in ds.{key}=..."
+    sections = {
+        f.name: f.default_factory for f in dataclasses.fields(Recipe) if dataclasses.is_dataclass(f.default_factory)
+    }
+    for name, section in {**sections, "model": model_class}.items():
+        if key in {f.name for f in dataclasses.fields(section)}:
+            return f"did you mean {name}.{key}?"
+    return f"known keys: {', '.join(known)}"
 
 
 def _merge(schema, values: dict, where):
     try:
         return OmegaConf.merge(schema, values)
     except OmegaConfBaseException as error:
-        key = error.full_key or ""
+        key = error.full_key or next(iter(values))
         raise InputError(f"{where(key)}: {key}: {_first_line(error)}") from None
 
 

@@ -55,6 +55,7 @@ def resolve_sizes(
     stated = {key: _positive_integer(ds_config[key], key) for key in (MICRO, ACCUMULATION, BATCH) if key in ds_config}
     if global_batch_size is not None:
         global_batch_size = _positive_integer(global_batch_size, "global_batch_size")
+    _positive_integer(world_size, "world size")
     model_ranks = tensor * pipeline * sequence
     if world_size % model_ranks:
         raise InputError(
