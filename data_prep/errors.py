@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 
@@ -45,3 +46,9 @@ def run_command(main) -> int:
         return 130
     print(f"error: {message}", file=sys.stderr)
     return 2
+
+
+def quiet_libraries() -> None:
+    """Show the progress bars of transformers and DeepSpeed on a terminal only. Before they are imported."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -332,12 +332,15 @@ class SampleStream:
             )
         return ids
 
-    def fingerprint(self) -> dict:
+    def fingerprint(self, order: str | None = None, num_samples: int | None = None) -> dict:
         """What the order depends on, as JSON values: compared when a run resumes.
 
         Files are known by content, not by path or time: moving or copying them changes nothing.
+
+        Args:
+            order, num_samples: in place of the stream's own.
         """
-        spec = self.spec
+        spec = replace(self.spec, order=order or self.spec.order, num_samples=num_samples or self.spec.num_samples)
         common = {"seq_length": spec.seq_length, "order": spec.order, "seed": spec.seed}
         if spec.files is None:
             return {**common, "files": "synthetic", "vocab_size": spec.vocab_size}

@@ -47,7 +47,7 @@ class Demo:
             f"data.files={self.train}",
             f"data.validation_files={self.validation}",
             f"data.tokenizer={self.tokenizer}",
-            *([f"schedule.steps={steps}"] if steps else []),
+            *([f"schedule.steps={steps}", f"schedule.warmup_steps={min(10, steps // 2)}"] if steps else []),
         ]
         recipe, _ = load_recipe(REPOSITORY / "recipes" / "demo.yaml", self.overrides)
         self.run, self.steps = recipe.run_directory, recipe.total_steps
@@ -71,8 +71,8 @@ class Demo:
         self.times[name] = time.perf_counter() - begin
 
     def make_data(self) -> None:
-        def index(prefix: Path) -> Path:
-            return Path(f"{prefix}.idx")
+        def record(prefix: Path) -> Path:
+            return Path(f"{prefix}.json")  # written last
 
         module = [sys.executable, "-m"]
         self.phase("corpus", self.corpus, [*module, "data_prep.corpus", "stdlib", str(self.corpus)])
@@ -80,12 +80,11 @@ class Demo:
         command += ["--vocab_size", str(VOCAB_SIZE), "--output", str(self.tokenizer)]
         self.phase("tokenizer", self.tokenizer, command)
         command = [*module, "data_prep.tokenize_files", "--input", str(self.corpus)]
-        command += ["--output_prefix", str(self.data / "all"), "--tokenizer", str(self.tokenizer)]
-        self.phase("token files", index(self.tokens), command)
+        command += ["--output_prefix", str(self.data / "all"), "--tokenizer", str(self.tokenizer), "--overwrite"]
+        self.phase("token files", record(self.tokens), command)
         command = [*module, "data_prep.split_tokens", str(self.tokens), "--train_prefix", str(self.train)]
         command += ["--validation_prefix", str(self.validation), "--validation_fraction", str(VALIDATION_FRACTION)]
-        # Overwriting: of a split that was cut short, one half can be there.
-        self.phase("validation split", index(self.validation), [*command, "--overwrite"])
+        self.phase("validation split", record(self.validation), [*command, "--overwrite"])
 
     def pretrain(self) -> None:
         """Train to the end, interrupted half way by a SIGTERM as a pre-emption would."""
@@ -98,14 +97,19 @@ class Demo:
             return
         middle = self.steps // 2
         if newest < middle:
+            before = self._metrics_size()  # of an earlier start that was killed
             with self._timed(f"training to step {middle}, then SIGTERM"):
-                _run(command, stop_when=lambda: self._last_step() >= middle)
+                _run(command, stop_when=lambda: self._metrics_size() > before and self._last_step() >= middle)
         with self._timed("resume and training to the end"):
             _run(command)
 
     def _newest_checkpoint(self) -> int:
         found = checkpoint_files.find(self.run / "checkpoints", "latest").chosen
         return checkpoint_files.step_of(found) if found else 0
+
+    def _metrics_size(self) -> int:
+        metrics = self.run / "metrics.jsonl"
+        return metrics.stat().st_size if metrics.exists() else 0
 
     def _last_step(self) -> int:
         metrics = self.run / "metrics.jsonl"
@@ -159,8 +163,14 @@ def _run(command: list[str], stop_when=None) -> None:
         process.terminate()
         process.wait()
         raise
+    if code < 0:
+        raise SystemExit(f"error: that command was ended by {signal.Signals(-code).name}; call the demo again to go on")
     if code:
         raise SystemExit(code)  # the command has said why
+
+
+def _leave(number, _frame) -> None:
+    raise SystemExit(128 + number)  # by way of _run, which ends what it started
 
 
 def _short(word) -> str:
@@ -194,6 +204,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.steps is not None and arguments.steps < 1:
         raise InputError(f"--steps {arguments.steps} must be positive")
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    signal.signal(signal.SIGTERM, _leave)
     demo = Demo(arguments.out.resolve(), arguments.steps)
     with _alone(demo.out):
         demo.make_data()

@@ -8,35 +8,35 @@ port 29500 whether it is free or not, and buries a rank's error under its own li
 
 from __future__ import annotations
 
+import difflib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import psutil
 
 from data_prep.errors import InputError, run_command
+from data_prep.files import read_json
 from recipes.training import faults
 from recipes.training.distributed import free_port
 from recipes.training.prepare import prepare
+from recipes.training.run_directory import check_unlocked
 from recipes.training.settings import REPOSITORY
 
-# Launcher options that take no value; tests compare them with deepspeed's parser.
-FLAGS = {
-    "--module",
-    "--no_python",
-    "--no_local_rank",
-    "--no_ssh",
-    "--no_ssh_check",
-    "--force_multi",
-    "--save_pid",
-    "--bind_cores_to_rank",
-    "--quiet",
-    "-q",
-}
+# The launcher's options; tests compare them with deepspeed's parser.
+FLAGS = """
+    --module --no_python --no_local_rank --no_ssh --no_ssh_check --force_multi --save_pid --bind_cores_to_rank --quiet -q
+    """.split()
+WITH_VALUE = """
+    -H --hostfile -i --include -e --exclude --num_nodes --num_gpus --num_accelerators --master_port --master_addr
+    --node_rank --launcher --launcher_args --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script
+    --log_level
+    """.split()
 GRACE_S = 10  # for processes that outlive the launcher
 
 
@@ -46,6 +46,10 @@ def split_command(argv: list[str]) -> tuple[dict[str, str], list[str], str, list
     position = 0
     while position < len(argv) and argv[position].startswith("-"):
         name, separator, value = argv[position].partition("=")
+        if name not in FLAGS and name not in WITH_VALUE:
+            close = difflib.get_close_matches(name, [*FLAGS, *WITH_VALUE], n=1)
+            hint = f"did you mean {close[0]}?" if close else "options of the script come after it"
+            raise InputError(f"{name} is no option of the deepspeed launcher; {hint}")
         if name in FLAGS:
             options[name] = ""
         elif separator:
@@ -64,25 +68,30 @@ def split_command(argv: list[str]) -> tuple[dict[str, str], list[str], str, list
 
 
 def world_size_of(options: dict[str, str]) -> int | None:
-    """Ranks that the launcher options ask for; None where that takes a host file or a look at the devices."""
-    count = options.get("--num_accelerators", options.get("--num_gpus"))
-    if count is None or any(name in options for name in ("-H", "--hostfile")):
+    """Ranks that the launcher will start; None where that takes a host file or a filter."""
+    if any(name in options for name in ("-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes")):
         return None
-    if not count.isdigit() or count == "0":
+    count = options.get("--num_accelerators", options.get("--num_gpus"))
+    if count is None:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is None:
+            return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or None
+        return len(visible.split(",")) if visible else None
+    if not count.isdecimal() or int(count) == 0:
         raise InputError(f"--num_accelerators {count} is not a positive number")
     return int(count)
 
 
-def check_launcher(options: dict[str, str]) -> list[str]:
-    """Refuse what would fail after the launch; returns the options to add (a free port)."""
+def check_launcher(options: dict[str, str]) -> int:
+    """Refuse what would fail after the launch; returns the port to use, a free one where none is asked for."""
     for name in ("-H", "--hostfile"):
         # deepspeed falls back to this machine alone, with a warning
         if name in options and not Path(options[name]).is_file():
             raise InputError(f"{name} {options[name]} does not exist")
     port = options.get("--master_port")
     if port is None:
-        return ["--master_port", str(free_port())]
-    if not port.isdigit() or not 0 < int(port) < 65536:
+        return free_port()
+    if not port.isdecimal() or not 0 < int(port) < 65536:
         raise InputError(f"--master_port {port} is not a port number from 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,34 +101,53 @@ def check_launcher(options: dict[str, str]) -> list[str]:
             raise InputError(
                 f"--master_port {port} can't be used: {error.strerror}; leave it out to have a free one chosen"
             ) from None
-    return []
+    return int(port)
+
+
+def find_script(script: str, options: dict[str, str]) -> str:
+    """The script's path; one of this repository's can be named from any directory. Raises InputError."""
+    if "--module" in options:
+        return script
+    if not script.endswith(".py") and "--no_python" not in options:
+        raise InputError(f"{script} is no Python script; the script comes first, its --recipe after it")
+    found = next((path for path in (Path(script), REPOSITORY / script) if path.is_file()), None)
+    if found is None:
+        raise InputError(f"script {script} does not exist")
+    return str(found)
 
 
 def check_script(script: str, arguments: list[str], options: dict[str, str]) -> Path | None:
     """Check what the entry script would check; returns its run directory, None for a script that is not ours."""
-    ours = REPOSITORY / "recipes" / "pretrain.py"
     if "--module" in options:
-        if script != "recipes.pretrain":
-            return None
-    elif not Path(script).is_file():
-        raise InputError(f"script {script} does not exist")
-    elif Path(script).resolve() != ours:
+        ours = script == "recipes.pretrain"
+    else:
+        ours = Path(script).resolve() == REPOSITORY / "recipes" / "pretrain.py"
+    if not ours:
         return None
     from recipes import pretrain
 
-    return prepare(
-        pretrain.parse_arguments(arguments), world_size_of(options), os.environ.get("DS_ACCELERATOR")
-    ).recipe.run_directory
+    accelerator = os.environ.get("DS_ACCELERATOR")
+    prepared = prepare(pretrain.parse_arguments(arguments), world_size_of(options), accelerator)
+    check_unlocked(prepared.recipe.run_directory)
+    return prepared.recipe.run_directory
 
 
 class Launch:
-    """A deepspeed launcher in a process group of its own, and this process's signals passed on to its ranks."""
+    """A deepspeed launcher in a process group of its own, and this process's signals passed on to its ranks.
 
-    def __init__(self, command: list[str]):
-        self.signals = 0
-        self._process = subprocess.Popen(command, start_new_session=True)
+    Attributes:
+        signalled: whether a signal came.
+        killed: whether the ranks were ended without saving.
+    """
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
+        self.signalled = self.killed = False
+        self._process: subprocess.Popen | None = None
         for number in faults.StopSignals.NUMBERS:
             signal.signal(number, self._pass_on)
+        self._process = subprocess.Popen(command, env=environment, start_new_session=True)
+        if self.signalled:
+            self._signal_group(signal.SIGTERM)
 
     def ranks(self) -> list[psutil.Process]:
         """Processes with a RANK whose parent has none."""
@@ -137,23 +165,24 @@ class Launch:
         return found
 
     def _pass_on(self, number, _frame) -> None:
-        self.signals += 1
-        if number == signal.SIGINT and self.signals > 1:
+        again, self.signalled = self.signalled, True
+        if self._process is None:
+            return
+        if number == signal.SIGINT and again:
             print("interrupted again: ending all ranks without saving", file=sys.stderr)
+            self.killed = True
             self._signal_group(signal.SIGKILL)
             return
         ranks = self.ranks()
         for rank in ranks:
             try:
-                rank.send_signal(number)
+                # Until a rank can save, SIGINT would show a traceback; SIGTERM just ends it.
+                rank.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
             except psutil.NoSuchProcess:
                 continue
+        name = signal.Signals(number).name
         if ranks:
-            print(
-                f"{signal.Signals(number).name} passed to {len(ranks)} ranks, which save and leave",
-                file=sys.stderr,
-                flush=True,
-            )
+            print(f"{name} passed to {len(ranks)} ranks, which save and leave", file=sys.stderr, flush=True)
         else:
             self._signal_group(signal.SIGTERM)
 
@@ -174,45 +203,69 @@ class Launch:
             return False
 
 
+def report(launch: Launch, code: int, run_directory: Path | None, refused: str, begin: float) -> int:
+    """Print the first cause of a launch that ended with `code`; returns this command's exit code.
+
+    Args:
+        refused: what a rank refused before the run had begun, if any.
+        begin: when the launch began; what ranks reported before is of an earlier start.
+    """
+    if refused:
+        print(refused, file=sys.stderr)
+        return faults.USER_MISTAKE
+    reported = faults.failures(run_directory / "logs") if run_directory else []
+    for failure in reported:
+        if failure["time"] >= begin:
+            print(faults.describe(failure), file=sys.stderr)
+            return failure["exit_code"]
+    state_file = run_directory / "state.json" if run_directory else None
+    state = read_json(state_file) if state_file and state_file.exists() else {"state": None}
+    if launch.signalled and not launch.killed and state["state"] != "running":
+        print("error: stopped by a signal before training had begun; nothing was lost", file=sys.stderr)
+        return faults.FAULT
+    # A rank that is killed leaves no report; launchers turn signal N into 256 - N or -N.
+    number = -code if code < 0 else 256 - code
+    if launch.signalled:
+        cause = "ended by a signal, without saving"
+    elif number in {s.value for s in signal.Signals} and code not in (1, 2):
+        cause = f"a rank was ended by {signal.Signals(number).name} without a report" + (
+            " (often the kernel, out of memory)" if number == signal.SIGKILL else ""
+        )
+    else:
+        cause = f"a rank ended with exit code {code} without a report; its last words are above"
+    if state["state"] == "running":
+        faults.write_state(run_directory, "failed", None, cause)
+        cause += f"; the same command goes on from the newest checkpoint in {run_directory / 'checkpoints'}"
+    print(f"error: {cause}", file=sys.stderr)
+    return code if code == faults.USER_MISTAKE else faults.FAULT
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__)
+        print(f"deepspeed options: {' '.join(sorted([*FLAGS, *WITH_VALUE]))}\n")
+        print("options of the script: python recipes/pretrain.py --help")
         return 0
     options, launcher_arguments, script, arguments = split_command(argv)
+    script = find_script(script, options)
     run_directory = check_script(script, arguments, options)
-    added = check_launcher(options)
+    port = check_launcher(options)
+    added = [] if "--master_port" in options else ["--master_port", str(port)]
     if "--log_level" not in options:
         added += ["--log_level", "error"]  # its one warning says that there is no host file
-    logs = run_directory / "logs" if run_directory else None
-    if logs:
-        faults.clear_failures(logs)
-    port = added[1] if added[0] == "--master_port" else options["--master_port"]
     print(f"checks passed; starting on port {port}", flush=True)
-    launch = Launch(
-        [sys.executable, "-m", "deepspeed.launcher.runner", *added, *launcher_arguments, script, *arguments]
-    )
-    code = launch.wait()
-    if code == 0:
-        return 0
-    failure = faults.first_failure(logs) if logs else None
-    if failure is not None:
-        print(faults.describe(failure), file=sys.stderr)
-        return failure["exit_code"]
-    if launch.signals:
-        cause = "stopped by a signal before training had begun; nothing was lost"
-    else:
-        # A rank that is killed leaves no report; launchers turn signal N into 256 - N or -N.
-        number = -code if code < 0 else 256 - code
-        killed = number in {s.value for s in signal.Signals} and code not in (1, 2)
-        what = f"was ended by {signal.Signals(number).name}" if killed else f"ended with exit code {code}"
-        cause = f"a rank {what} without a report; its last words are above" + (
-            " (SIGKILL is often the kernel, out of memory)" if killed and number == signal.SIGKILL else ""
-        )
-        if run_directory and (run_directory / "state.json").exists():
-            faults.write_state(run_directory, "failed", None, cause)
-    print(f"error: {cause}", file=sys.stderr)
-    return code if code == faults.USER_MISTAKE else faults.FAULT
+    # A rank is known by its RANK: one in our own environment (a pod of a job operator) must not reach the launcher.
+    environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    with tempfile.TemporaryDirectory() as folder:
+        refusal = Path(folder) / "refused"
+        environment[faults.REPORT_VARIABLE] = str(refusal)
+        begin = time.time()
+        command = [sys.executable, "-m", "deepspeed.launcher.runner", *added, *launcher_arguments, script, *arguments]
+        launch = Launch(command, environment)
+        code = launch.wait()
+        refused = refusal.read_text(encoding="utf-8") if refusal.exists() else ""
+    return 0 if code == 0 else report(launch, code, run_directory, refused, begin)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import math
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, OneLineParser, run_command
+from data_prep.errors import InputError, OneLineParser, quiet_libraries, run_command
 from data_prep.loader import IGNORED_LABEL
 from data_prep.token_file import TokenFile
 
@@ -49,9 +49,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch_size", type=int, default=8, help="samples at once (default: 8)")
     parser.add_argument("--samples", type=int, help="most samples (default: all)")
     arguments = parser.parse_args(argv)
+    for name in ("seq_length", "batch_size", "samples"):
+        if (value := getattr(arguments, name)) is not None and value < 1:
+            raise InputError(f"--{name} {value} must be positive")
+    quiet_libraries()
     if not (arguments.directory / "config.json").is_file():
         raise InputError(f"{arguments.directory} is no exported model: it has no config.json")
     tokens = TokenFile(arguments.data)
+    if tokens.total_tokens < 2:
+        raise InputError(f"{arguments.data} holds one token: there is nothing to predict")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(arguments.directory).eval()

@@ -11,8 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.files import make_directory, read_json, write_json
+from data_prep.errors import InputError, OneLineParser, quiet_libraries, run_command
+from data_prep.files import make_directory, read_json, replace_directory, write_json
 from recipes import models
 from recipes.training import checkpoint_files
 from recipes.training.settings import Recipe, load_recipe
@@ -61,9 +61,15 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
 
     manifest = checkpoint_files.read_manifest(checkpoint)
     dtype = dtype or manifest["layout"]["precision"]
+    if (fault := checkpoint_files.damaged_because(checkpoint, list(manifest["files"]))) is not None:
+        raise InputError(f"{checkpoint}: {fault}; export another step")
     config = models.family(recipe.model.family).hf_config(recipe.model, recipe.data.seq_length)
     tokenizer = None
     if recipe.data.tokenizer is not None:
+        if not Path(recipe.data.tokenizer).is_dir():
+            raise InputError(
+                f"data.tokenizer {recipe.data.tokenizer} does not exist any more; mend it in {recipe.run_directory}/recipe.yaml"
+            )
         tokenizer = AutoTokenizer.from_pretrained(recipe.data.tokenizer)
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     config.dtype = getattr(torch, DTYPES[dtype])
@@ -88,11 +94,17 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
             tokenizer.model_max_length = recipe.data.seq_length
             tokenizer.save_pretrained(temporary)
         write_json(temporary / RECORD, {"run": str(recipe.run_directory), "step": manifest["step"], "dtype": dtype})
-        if output.exists():
-            shutil.rmtree(output)
-        os.replace(temporary, output)
+        for file in temporary.iterdir():
+            file.chmod(0o666 & ~_umask())  # safetensors writes 0600: a colleague could not load it
+        replace_directory(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -103,6 +115,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=list(DTYPES), help="default: the precision of the training's forward pass")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing export")
     arguments = parser.parse_args(argv)
+    quiet_libraries()
     if not (arguments.run / "recipe.yaml").is_file():
         raise InputError(f"{arguments.run} is no run directory: it has no recipe.yaml")
     recipe, _ = load_recipe(arguments.run / "recipe.yaml")

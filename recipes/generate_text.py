@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from data_prep.errors import InputError, OneLineParser, run_command
+from data_prep.errors import InputError, OneLineParser, quiet_libraries, run_command
 
 
 def load_export(directory: Path):
@@ -30,6 +30,12 @@ def generate(directory: Path, prompt: str, *, tokens: int, temperature: float, t
     inputs = torch.tensor([tokenizer(prompt, add_special_tokens=False).input_ids])
     if not inputs.numel():
         raise InputError("--prompt is empty; give at least one character")
+    longest = model.config.max_position_embeddings
+    if inputs.shape[1] + tokens > longest:
+        raise InputError(
+            f"{inputs.shape[1]} prompt tokens and {tokens} new ones pass the model's length of {longest}: lower "
+            "--max_new_tokens"
+        )
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": top_k} if temperature > 0 else {"do_sample": False}
     )
@@ -52,6 +58,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--top_k", type=int, default=50, help="sample among the k likeliest tokens (default: 50)")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     arguments = parser.parse_args(argv)
+    if arguments.max_new_tokens < 1:
+        raise InputError(f"--max_new_tokens {arguments.max_new_tokens} must be positive")
+    quiet_libraries()
     text = generate(
         arguments.directory,
         arguments.prompt,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import uuid
 from pathlib import Path
 
 if __package__ in (None, ""):  # started by its path: import from the repository, not from recipes/
@@ -18,7 +19,7 @@ from data_prep.errors import InputError
 from data_prep.loader import StepLoader
 from monitoring.metrics import MetricsWriter, StepClock, step_line
 from recipes import models
-from recipes.training import distributed, faults, run_directory
+from recipes.training import checkpoint_files, distributed, faults, run_directory
 from recipes.training.prepare import Prepared, prepare, training_stream, validation_stream
 from recipes.training.settings import recipe_parser
 
@@ -37,25 +38,26 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parse_arguments(argv)
         place = distributed.find_place(arguments.local_rank)
-        prepared = prepare(arguments, place.world_size, distributed.choose_accelerator())
+        accelerator = distributed.choose_accelerator()
+        prepared = prepare(arguments, place.world_size, accelerator, content=place.rank == 0)
         if place.rank == 0:
             run_directory.open_run_directory(prepared)
     except InputError as error:
         return faults.refuse_before_start(error, place.local_rank if place else 0)
     watch = faults.FaultWatch(prepared.recipe.run_directory, place.rank)
     try:
-        train(prepared, place)
+        train(prepared, place, watch)
     except BaseException as error:
         watch.fail(error)
     watch.close()
     return 0
 
 
-def train(prepared: Prepared, place: distributed.Place) -> None:
+def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch) -> None:
     recipe, sizes = prepared.recipe, prepared.sizes
     device = distributed.start_process_group(place)
+    watch.start(distributed.broadcast(str(uuid.uuid4())))
     run_directory.start_logging(recipe.run_directory, place.rank)
-    attempt = run_directory.record_start(prepared, device) if place.rank == 0 else 0
     logger.info("%s: %s", recipe.run_directory, sizes)
 
     # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
@@ -63,7 +65,7 @@ def train(prepared: Prepared, place: distributed.Place) -> None:
     from recipes.training.engine import build_engine
 
     resume_from = checkpoint.choose(recipe, sizes)
-    order_samples = checkpoint.order_samples(recipe, resume_from)
+    order_samples = checkpoint_files.order_samples(recipe, resume_from)
     stream = training_stream(recipe, order_samples)
     held_out = validation_stream(recipe)
     logger.info(stream.summary(recipe.total_steps * recipe.global_batch_size))
@@ -76,6 +78,7 @@ def train(prepared: Prepared, place: distributed.Place) -> None:
         logger.info("resumed from %s; the next step is %d", resume_from, progress.step + 1)
     total, metrics = recipe.total_steps, None
     if place.rank == 0:
+        attempt = run_directory.record_start(prepared, device)
         metrics = MetricsWriter(recipe.run_directory, attempt, progress.step + 1, recipe.monitor.tensorboard)
     sample_log = run_directory.SampleLog(recipe, place.rank)
 
@@ -113,9 +116,11 @@ def train(prepared: Prepared, place: distributed.Place) -> None:
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
         skips.check(progress.step, result.applied)
         stopped = result.stop_requested
+        if stopped:  # before anything else: the time until the kill may be short
+            save()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
-        if stopped or due(recipe.checkpoint.every_steps):
+        if not stopped and due(recipe.checkpoint.every_steps):
             save()
 
     loader.close()

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 
 from data_prep.errors import InputError
+from data_prep.files import write_text
 from recipes.training import checkpoint_files, distributed
 from recipes.training.ds_config import precision, zero_stage
 from recipes.training.schedule import recipe_factor
 
 logger = logging.getLogger("recipes")
+HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
 
 
 @dataclass
@@ -63,14 +65,15 @@ def save(engine, recipe, sizes, progress: Progress, fingerprint: dict, order_sam
     """
     directory, rank = recipe.run_directory / "checkpoints", dist.get_rank()
     writing = directory / checkpoint_files.incomplete_tag(progress.step)
-    if rank == 0:
-        shutil.rmtree(writing, ignore_errors=True)  # left by a run that was killed while saving
+    if rank == 0 and writing.exists():
+        shutil.rmtree(writing)  # left by a run that was killed while saving
     dist.barrier()
     state = {"progress": asdict(progress), "data": fingerprint, "order_samples": order_samples}
     engine.save_checkpoint(str(directory), tag=writing.name, client_state=state, save_latest=False)
     torch.save(_random_state(), writing / f"random_state_rank_{rank}.pt")
     dist.barrier()
-    names = checkpoint_files.files_of(writing)
+    # Listed once: on a network file system two ranks can see two lists.
+    names = distributed.broadcast(checkpoint_files.files_of(writing) if rank == 0 else None)
     mine = {
         name: {"bytes": (writing / name).stat().st_size, "sha256": checkpoint_files.file_hash(writing / name)}
         for name in names[rank :: sizes.world]
@@ -128,55 +131,49 @@ def choose(recipe, sizes) -> Path | None:
     return found.chosen
 
 
-def order_samples(recipe, path: Path | None) -> int:
-    """The number of samples that the order is made for: the schedule's, or under "megatron" the checkpoint's.
-
-    Raises InputError when a schedule made longer would change the order of samples already drawn.
-    """
-    wanted = recipe.total_steps * recipe.global_batch_size
-    if path is None or recipe.data.order != "megatron":
-        return wanted
-    made_for = checkpoint_files.read_manifest(path)["order_samples"]
-    if wanted > made_for:
-        raise InputError(
-            f"{path} has an order made for {made_for} samples, the schedule now asks for {wanted}: data.order=megatron "
-            "can't grow; keep the schedule's length, or train with data.order=epoch"
-        )
-    return made_for
-
-
 def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
     """Load a checkpoint into the engine and restore this rank's random states; returns where the run stands.
 
-    The rate of the next update is that of the recipe and the ds_config as they are now.
+    The rate of the next update, and the optimizer's hyperparameters, are those of the recipe and the ds_config as they
+    are now.
 
     Raises InputError when the data is not the data that the checkpoint was trained on.
     """
     manifest = checkpoint_files.read_manifest(path)
-    if (difference := _difference(manifest["data"], fingerprint)) is not None:
-        raise InputError(
-            f"{path} was trained on other data: {difference}; restore the data, or use another name=... for this run"
-        )
+    checkpoint_files.check_same_data(path, fingerprint)
+    groups = engine.lr_scheduler.optimizer.param_groups
+    wanted = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in groups]
     loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
     if loaded is None:
         raise RuntimeError(f"DeepSpeed could not load {path}")
     progress = Progress(**state["progress"])
     rank = dist.get_rank()
-    states = path / f"random_state_rank_{rank}.pt"
-    if states.exists() and manifest["layout"]["world"] == sizes.world:
-        _restore_random_state(torch.load(states, weights_only=True))
-    else:
-        seed_ranks(recipe.seed, progress.step, rank)
+    _restore_random_state(torch.load(path / f"random_state_rank_{rank}.pt", weights_only=True))
     if manifest["total_steps"] != recipe.total_steps:
         logger.warning(
             "the schedule has changed: %d steps in the checkpoint, %d now", manifest["total_steps"], recipe.total_steps
         )
+    _apply_hyperparameters(engine, wanted)
     _apply_schedule(engine, recipe_factor(recipe))
     if rank == 0 and recipe.checkpoint.resume != "latest":
+        write_text(path.parent / "latest", path.name)
         for later in checkpoint_files.checkpoints(path.parent):
             if checkpoint_files.step_of(later) > progress.step:
                 logger.info("%s belongs to the abandoned branch; moved to %s", later, checkpoint_files.set_aside(later))
     return progress
+
+
+def _apply_hyperparameters(engine, wanted: list[dict]) -> None:
+    # Loading restores the groups' hyperparameters too, so that a ds_config changed since would have no effect.
+    for group, values in zip(engine.lr_scheduler.optimizer.param_groups, wanted, strict=True):
+        for key, value in values.items():
+            before = group.get(key)
+            same = list(before) == list(value) if isinstance(before, (list, tuple)) else before == value
+            if not same:
+                logger.warning(
+                    "group %s: %s has changed: %s in the checkpoint, %s now", group["name"], key, before, value
+                )
+                group[key] = value
 
 
 def _apply_schedule(engine, factor) -> None:
@@ -190,25 +187,6 @@ def _apply_schedule(engine, factor) -> None:
     scheduler._last_lr = rates
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _difference(before: dict, now: dict) -> str | None:
-    for key in {**before, **now}:
-        was, has = before.get(key), now.get(key)
-        if was == has:
-            continue
-        if key == "files" and isinstance(was, list) and isinstance(has, list):
-            if len(was) != len(has):
-                return f"{len(was)} files, now {len(has)}"
-            number = next(i for i, (a, b) in enumerate(zip(was, has, strict=True)) if a != b)
-            changes = [
-                "other content" if k == "content" else f"{k} {was[number][k]} (now {has[number][k]})"
-                for k in was[number]
-                if was[number][k] != has[number][k]
-            ]
-            return f"file {number + 1}: {', '.join(changes)}"
-        return f"{key} {was} (now {has})"
-    return None
 
 
 def _random_state() -> dict:

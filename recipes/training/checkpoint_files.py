@@ -19,6 +19,7 @@ from pathlib import Path
 
 from data_prep.errors import InputError
 from data_prep.files import fsync_directory, write_text
+from recipes.training.ds_config import precision, zero_stage
 
 TAG = re.compile(r"global_step(\d+)")
 MANIFEST = "manifest.json"
@@ -78,9 +79,9 @@ def find(directory: Path, resume: str, damaged: dict[Path, str] | None = None) -
     path = directory / tag(int(resume))
     if path not in candidates:
         steps = ", ".join(str(step_of(p)) for p in candidates) or "none"
-        raise InputError(f"--resume {resume}: {path} does not exist; steps there: {steps}")
+        raise InputError(f"no checkpoint of step {resume} in {directory}; steps there: {steps}")
     if (fault := damaged.get(path) or incomplete_because(path)) is not None:
-        raise InputError(f"--resume {resume}: {_faults([(path, fault)])}; choose another step")
+        raise InputError(f"{directory}: {_faults([(path, fault)])}; choose another step")
     return Found(path)
 
 
@@ -116,7 +117,8 @@ def read_manifest(path: Path) -> dict:
         raise InputError("it has no manifest.json: it was never finished") from None
     except (ValueError, OSError):
         raise InputError("its manifest.json can't be read") from None
-    if manifest.get("format") != FORMAT:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        manifest = manifest if isinstance(manifest, dict) else {}
         raise InputError(f"its manifest has format {manifest.get('format')!r}; this version reads {FORMAT}")
     return manifest
 
@@ -178,8 +180,11 @@ def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
             f"{path} was trained with global_batch_size {manifest['global_batch_size']}, now {recipe.global_batch_size}: the "
             "order of samples and the schedule would change; keep it, or use another name=..."
         )
-    from recipes.training.ds_config import precision, zero_stage
-
+    if manifest["step"] > recipe.total_steps:
+        raise InputError(
+            f"{path} is at step {manifest['step']}, the schedule has only {recipe.total_steps} steps; lengthen it, or resume "
+            "from an earlier step"
+        )
     layout = manifest["layout"]
     if layout["zero_stage"] != zero_stage(ds_config) or layout["precision"] != precision(ds_config):
         raise InputError(
@@ -190,6 +195,50 @@ def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
         raise InputError(
             f"{path} was saved by {layout['world']} ranks, the run has {sizes.world}; start it with {layout['world']}"
         )
+
+
+def order_samples(recipe, path: Path | None) -> int:
+    """The number of samples that the order is made for: the schedule's, or under "megatron" the checkpoint's.
+
+    Raises InputError when a schedule made longer would change the order of samples already drawn.
+    """
+    wanted = recipe.total_steps * recipe.global_batch_size
+    if path is None or recipe.data.order != "megatron":
+        return wanted
+    made_for = read_manifest(path)["order_samples"]
+    if wanted > made_for:
+        raise InputError(
+            f"{path} has an order made for {made_for} samples, the schedule now asks for {wanted}: data.order=megatron "
+            "can't grow; keep the schedule's length, or train with data.order=epoch"
+        )
+    return made_for
+
+
+def check_same_data(path: Path, now: dict) -> None:
+    """Raises InputError when samples would come from other data or in another order than in the checkpoint's run.
+
+    Args:
+        now: fingerprint of the data (SampleStream.fingerprint).
+    """
+    before = read_manifest(path)["data"]
+    changed = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
+    if changed is None:
+        return
+    was, has = before.get(changed), now.get(changed)
+    difference = f"{changed} {was} (now {has})"
+    if changed == "files" and isinstance(was, list) and isinstance(has, list):
+        difference = f"{len(was)} files (now {len(has)})"
+        if len(was) == len(has):
+            number, old, new = next((n, a, b) for n, (a, b) in enumerate(zip(was, has, strict=True), 1) if a != b)
+            parts = [
+                "other content" if key == "content" else f"{key} {old[key]} (now {new[key]})"
+                for key in old
+                if old[key] != new[key]
+            ]
+            difference = f"file {number}: {', '.join(parts)}"
+    raise InputError(
+        f"{path} drew its samples otherwise: {difference}; restore that, or use another name=... for this run"
+    )
 
 
 def _faults(faults: list[tuple[Path, str]]) -> str:

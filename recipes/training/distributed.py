@@ -38,7 +38,8 @@ def find_place(local_rank_option: int | None = None) -> Place:
     for rank, local_rank, world_size, local_world_size in MPI_VARIABLES:
         # MASTER_ADDR and the rest are found by DeepSpeed's own MPI discovery, which needs mpi4py.
         if "RANK" not in environ and rank in environ:
-            return Place(*(int(environ[name]) for name in (rank, local_rank, world_size, local_world_size)))
+            names = (rank, local_rank, world_size, local_world_size)
+            return Place(*(_integer(name, default) for name, default in zip(names, (0, 0, 1, 1), strict=True)))
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
         environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
         environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -49,10 +50,18 @@ def find_place(local_rank_option: int | None = None) -> Place:
             raise InputError(
                 f"{name} is not set, but other variables of a distributed launch are; export it, or start with `deepspeed`"
             )
-    rank, world_size, local_rank = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
-    # LOCAL_WORLD_SIZE is torchrun's name, LOCAL_SIZE the deepspeed launcher's.
-    local = int(environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE") or min(world_size, local_rank + 1))
-    return Place(rank, local_rank, world_size, local)
+    rank, world_size, local_rank = (_integer(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    # torchrun's name, the deepspeed launcher's, Slurm's; all ranks on one machine where nobody says.
+    local = next((n for n in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE") if n in environ), "WORLD_SIZE")
+    return Place(rank, local_rank, world_size, _integer(local))
+
+
+def _integer(name: str, default: int | None = None) -> int:
+    value = os.environ.get(name, default)
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        raise InputError(f"{name}={value} in the environment is not a number") from None
 
 
 def free_port() -> int:

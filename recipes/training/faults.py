@@ -18,6 +18,7 @@ from data_prep.files import write_json
 
 POLL_S = 0.5
 FAULT, USER_MISTAKE = 1, 2
+REPORT_VARIABLE = "LAUNCH_RUN_REPORT"  # set by launch.run: a file for what a rank refuses before the run has begun
 
 
 class StopSignals:
@@ -60,20 +61,15 @@ def failure_file(logs: Path, rank: int) -> Path:
     return logs / f"failed_rank_{rank}.json"
 
 
-def first_failure(logs: Path) -> dict | None:
-    """The earliest failure that any rank reported, None when none did."""
-    failures = []
+def failures(logs: Path) -> list[dict]:
+    """What ranks reported in `logs`, earliest first; reports of earlier starts can be among them."""
+    found = []
     for file in logs.glob("failed_rank_*.json"):
         try:
-            failures.append(json.loads(file.read_text(encoding="utf-8")))
+            found.append(json.loads(file.read_text(encoding="utf-8")))
         except (OSError, ValueError):
             continue
-    return min(failures, key=lambda failure: failure["time"], default=None)
-
-
-def clear_failures(logs: Path) -> None:
-    for file in logs.glob("failed_rank_*.json"):
-        file.unlink(missing_ok=True)
+    return sorted(found, key=lambda failure: failure["time"])
 
 
 def describe(failure: dict) -> str:
@@ -87,21 +83,28 @@ class FaultWatch:
     """Ends this rank when another one has failed, even while a collective blocks the main thread.
 
     A failing rank writes logs/failed_rank_N.json; a daemon thread in every other one polls for it and leaves at once.
-    Without it the deepspeed launcher ends ranks that hold a signal handler one after the other, 30 s each.
+    Without it the deepspeed launcher ends ranks that hold a signal handler one after the other, 30 s each. Until
+    `start` the launcher's way is quick enough.
     """
 
     def __init__(self, run_directory: Path, rank: int):
         self.run_directory, self.rank = run_directory, rank
         self.logs = run_directory / "logs"
+        self.start_id: str | None = None
         self._closed = threading.Event()
-        if rank == 0:
-            clear_failures(self.logs)
+
+    def start(self, start_id: str) -> None:
+        """Watch from now on. `start_id`: the same on all ranks, and new at every start: old reports don't count."""
+        self.start_id = start_id
         threading.Thread(target=self._watch, name="fault-watch", daemon=True).start()
+
+    def _others(self) -> list[dict]:
+        found = failures(self.logs) if self.start_id else []
+        return [f for f in found if f["start_id"] == self.start_id and f["rank"] != self.rank]
 
     def _watch(self) -> None:
         while not self._closed.wait(POLL_S):
-            failure = first_failure(self.logs)
-            if failure is not None and failure["rank"] != self.rank:
+            for failure in self._others()[:1]:
                 logging.getLogger(__name__).info("leaving: %s", describe(failure))
                 _leave(failure["exit_code"])
 
@@ -116,7 +119,7 @@ class FaultWatch:
         self.close()
         if isinstance(error, KeyboardInterrupt):
             _leave(FAULT)
-        earlier = first_failure(self.logs)
+        first = not self._others()
         mistake = isinstance(error, InputError)
         text = str(error) if mistake else f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
         failure = {
@@ -125,6 +128,7 @@ class FaultWatch:
             "error": text,
             "exit_code": USER_MISTAKE if mistake else FAULT,
             "time": time.time(),
+            "start_id": self.start_id,
             "log": str(self.logs / f"rank_{self.rank}.log"),
             "traceback": None if mistake else "".join(traceback.format_exception(error)),
         }
@@ -135,14 +139,14 @@ class FaultWatch:
             print(f"could not report the failure below in {self.logs}: {problem}", file=sys.stderr)
         if mistake and self.rank != 0:
             time.sleep(2 * POLL_S)  # a mistake that all ranks see is printed once, by rank 0
-            earlier = first_failure(self.logs)
-            earlier = earlier if earlier and earlier["rank"] != self.rank else None
-        if earlier is None:
+            first = not self._others()
+        if first:
             if not mistake:
                 print(failure["traceback"], file=sys.stderr, flush=True)
-                logging.getLogger(__name__).error("failed", exc_info=error)
+                logging.getLogger(__name__).info("failed", exc_info=error)
             print(describe(failure), file=sys.stderr, flush=True)
-            write_state(self.run_directory, "failed", None, text)
+            if self.start_id:  # this start owns the run directory
+                write_state(self.run_directory, "failed", None, text)
         _leave(failure["exit_code"])
 
 
@@ -167,6 +171,8 @@ def refuse_before_start(error: InputError, local_rank: int) -> int:
     """
     if local_rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        if REPORT_VARIABLE in os.environ:
+            Path(os.environ[REPORT_VARIABLE]).write_text(f"error: {error}", encoding="utf-8")
     else:
         time.sleep(20)
     return USER_MISTAKE

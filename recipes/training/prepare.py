@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_prep.errors import InputError
+from data_prep.errors import InputError, of_file
 from data_prep.files import read_json
 from data_prep.samples import DataSpec, SampleStream
 from data_prep.token_file import TokenFile, file_of
@@ -29,14 +29,26 @@ class Prepared:
     sizes: Sizes | None
 
 
-def prepare(arguments, world_size: int | None, accelerator: str | None = None, files: bool = True) -> Prepared:
+def prepare(
+    arguments, world_size: int | None, accelerator: str | None = None, files: bool = True, content: bool = True
+) -> Prepared:
     """Read and check what `arguments` (of `settings.recipe_parser`) name. Raises InputError for the first mistake.
 
     Args:
         world_size: ranks in all; None where not known yet.
         accelerator: "cpu", "cuda", ... where known.
         files: whether to look at the data and the run directory too.
+        content: whether to compare the content of the data with the checkpoint's (one rank is enough).
     """
+    try:
+        return _prepare(arguments, world_size, accelerator, files, content)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise of_file(error) from None
+
+
+def _prepare(arguments, world_size, accelerator, files, content) -> Prepared:
     recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config, arguments.resume)
     config = ds_config.load_ds_config(recipe.deepspeed_config, overrides)
     ds_config.check_ds_config(config, recipe.deepspeed_config, accelerator)
@@ -45,9 +57,9 @@ def prepare(arguments, world_size: int | None, accelerator: str | None = None, f
         return Prepared(recipe, config, sizes)
     check_data(recipe)
     # As "epoch": sizes are the same, and Megatron's order for a whole run is too slow to build twice.
-    training_stream(recipe, order="epoch")
+    stream = training_stream(recipe, order="epoch")
     validation_stream(recipe)
-    check_run_directory(recipe, config, sizes)
+    check_run_directory(recipe, config, sizes, stream if content else None)
     return Prepared(recipe, config, sizes)
 
 
@@ -61,6 +73,10 @@ def check_data(recipe: Recipe) -> None:
             sidecar = file_of(tokens.prefix, ".json")
             made_by = read_json(sidecar) if sidecar.exists() else {}
             highest = made_by.get("max_token_id", -1)
+            if not isinstance(highest, int):
+                raise InputError(
+                    f"{sidecar}: max_token_id {highest!r} is no number; tokenize again, or remove the file"
+                )
             if highest >= recipe.model.vocab_size:
                 raise InputError(
                     f"{tokens.prefix} holds token id {highest}, outside model.vocab_size {recipe.model.vocab_size}; set "
@@ -72,11 +88,12 @@ def check_data(recipe: Recipe) -> None:
 
 def check_tokenizer(directory: Path, vocab_size: int) -> None:
     """The tokenizer is there and every id of its vocabulary, added tokens included, has an embedding row."""
-    file = directory / "tokenizer.json"
-    if not file.is_file():
-        raise InputError(f"data.tokenizer: {file} does not exist; give a directory that AutoTokenizer loads, or null")
     from data_prep.tokenizer import TextTokenizer
 
+    if not directory.is_dir():
+        raise InputError(
+            f"data.tokenizer {directory} does not exist; give a directory that AutoTokenizer loads, or null"
+        )
     size = TextTokenizer(directory).vocab_size
     if size > vocab_size:
         raise InputError(
@@ -116,11 +133,14 @@ def _data_spec(recipe: Recipe, files, order: str, seed: int, num_samples: int) -
     return DataSpec(pairs, recipe.data.seq_length, order, seed, num_samples, recipe.model.vocab_size)
 
 
-def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None) -> None:
-    """Checkpoints in the run directory are of this model, this batch and this layout, and one is whole."""
-    directory = recipe.run_directory / "checkpoints"
+def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, stream: SampleStream | None) -> None:
+    """Checkpoints in the run directory are of this model, batch, layout and data, and one is whole."""
     if recipe.checkpoint.resume == "none":
         return
-    found = checkpoint_files.find(directory, recipe.checkpoint.resume)
-    if found.chosen is not None:
-        checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
+    found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
+    if found.chosen is None:
+        return
+    checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
+    num_samples = checkpoint_files.order_samples(recipe, found.chosen)
+    if stream is not None:
+        checkpoint_files.check_same_data(found.chosen, stream.fingerprint(recipe.data.order, num_samples))

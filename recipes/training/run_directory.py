@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import fcntl
 import importlib.metadata
 import json
 import logging
@@ -14,6 +16,7 @@ import time
 import warnings
 from pathlib import Path
 
+from data_prep.errors import InputError
 from data_prep.files import make_directory, read_json, write_json, write_text
 from recipes.training import checkpoint_files, faults
 from recipes.training.settings import REPOSITORY, effective_yaml
@@ -23,13 +26,43 @@ logger = logging.getLogger("recipes")
 
 
 def open_run_directory(prepared) -> None:
-    """Rank 0 makes the directory; with --resume none an earlier run there is moved aside, whole."""
+    """Rank 0 makes the directory and locks it; with --resume none an earlier run there is moved aside, whole.
+
+    Raises InputError when another run is at work in it.
+    """
     directory = prepared.recipe.run_directory
+    make_directory(directory, "run directory")
+    _held.append(_lock(directory))
     if prepared.recipe.checkpoint.resume == "none" and checkpoint_files.checkpoints(directory / "checkpoints"):
         moved = checkpoint_files.set_aside(directory)
         print(f"--resume none: the earlier run in {directory} was moved to {moved}")
+        make_directory(directory, "run directory")
+        _held.append(_lock(directory))
     for name in ("checkpoints", "logs"):
         make_directory(directory / name, "run directory")
+
+
+_held: list = []  # open lock files; the locks end with the process
+
+
+def _lock(directory: Path):
+    file = open(directory / ".lock", "a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise InputError(
+            f"another run is at work in {directory}: wait for it, stop it, or use another name=... for this one"
+        ) from None
+    except OSError:
+        pass  # a file system without locks
+    return file
+
+
+def check_unlocked(directory: Path) -> None:
+    """Raises InputError when another run is at work in `directory`."""
+    if directory.is_dir():
+        _lock(directory).close()
 
 
 def record_start(prepared, device) -> int:
@@ -53,8 +86,14 @@ def record_start(prepared, device) -> int:
     )
     write_json(environment, {"attempts": attempts})
     write_text(directory / "ds_config.json", json.dumps(prepared.ds_config, indent=2) + "\n")
-    recipe_text = effective_yaml(recipe).replace(recipe.deepspeed_config, str(directory / "ds_config.json"))
-    write_text(directory / "recipe.yaml", recipe_text)
+    kept = dataclasses.replace(
+        recipe,
+        deepspeed_config=str(directory / "ds_config.json"),
+        checkpoint=dataclasses.replace(recipe.checkpoint, resume="latest"),  # started again, it goes on
+    )
+    write_text(directory / "recipe.yaml", effective_yaml(kept))
+    for file in (directory / "logs").glob("failed_rank_*.json"):  # of an earlier start: all ranks of this one are here
+        file.unlink(missing_ok=True)
     faults.write_state(directory, "running", None, None)
     return len(attempts)
 

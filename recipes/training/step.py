@@ -66,7 +66,7 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
     lr = engine.lr_scheduler.get_last_lr()[0]
     loss_sum = torch.zeros((), dtype=torch.float32, device=engine.device)
     for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
-        inputs, labels = (torch.from_numpy(array).to(engine.device, non_blocking=True) for array in (inputs, labels))
+        inputs, labels = (torch.from_numpy(array).to(engine.device) for array in (inputs, labels))
         micro_sum = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels)
         engine.backward(micro_sum * factor)
         engine.step()
