@@ -145,21 +145,23 @@ def load_recipe(
 
     raw, lines = _read_yaml(path)
     at = functools.partial(_at, path, lines)
-    both = [pair for pair in STEPS_OR_TOKENS if all((raw.get("schedule") or {}).get(key) is not None for key in pair)]
-    if both:
-        steps_key, tokens_key = (f"schedule.{key}" for key in both[0])
-        raise InputError(f"{at(tokens_key)}: {steps_key} and {tokens_key} are both given; keep one")
-
     overrides_by_key = [(key, parse_value(value), f"override {key}={value}") for key, value in pairs]
     family = next((v for key, v, _ in reversed(overrides_by_key) if key == "model.family"), None)
     family_at = f"override model.family={family}" if family else at("model.family")
-    if family is None and isinstance(raw.get("model"), dict):
+    if family is None:
+        if not isinstance(raw.get("model"), dict):
+            raise InputError(f"{at('model')}: model is a section with keys of its own, not {raw.get('model')!r}")
         family = raw["model"].get("family")
     known = models.family(family, family_at).Settings
     schema = OmegaConf.structured(Recipe)
     OmegaConf.update(schema, "model", OmegaConf.structured(known))
 
     _check_keys(raw, Recipe, known, "", at)
+    schedule = raw.get("schedule", {})
+    both = [pair for pair in STEPS_OR_TOKENS if all(schedule.get(key) is not None for key in pair)]
+    if both:
+        steps_key, tokens_key = (f"schedule.{key}" for key in both[0])
+        raise InputError(f"{at(tokens_key)}: {steps_key} and {tokens_key} are both given; keep one")
     resolve_paths(raw, path.parent)
     merged = _merge(schema, raw, at)
     for key, value, where in overrides_by_key:

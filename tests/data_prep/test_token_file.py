@@ -55,6 +55,15 @@ def test_truncated_files_are_refused_with_both_sizes(tmp_path):
         TokenFile(prefix)
 
 
+def test_wrong_offsets_are_refused(tmp_path):
+    prefix = write_tokens(tmp_path / "a", [[1, 2, 3], [4, 5], [6]])
+    index = bytearray(file_of(prefix, ".idx").read_bytes())
+    index[34 + 12 + 8] ^= 2  # the second offset
+    file_of(prefix, ".idx").write_bytes(index)
+    with pytest.raises(InputError, match="its offsets are not the running sum of its lengths"):
+        TokenFile(prefix)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

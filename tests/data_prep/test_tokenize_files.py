@@ -229,6 +229,39 @@ def test_split_is_by_document_and_stable_under_added_data(tmp_path, tokenizer):
     assert not (tmp_path / "t.bin").exists()
 
 
+def test_split_onto_itself_is_refused(tmp_path, tokenizer):
+    source = str(run(tmp_path, tokenizer, '{"text":"hello"}\n{"text":"world"}\n').prefix)
+    before = file_of(tmp_path / "in_text_document", ".bin").read_bytes()
+    for train, validation in ((source, "v"), ("t", source), ("t", "t"), ("t.bin", "t")):
+        names = [str(tmp_path / name) for name in (train, validation)]
+        with pytest.raises(InputError, match="must be three different files"):
+            split_tokens.main([source, "--train_prefix", names[0], "--validation_prefix", names[1], "--overwrite"])
+    assert file_of(tmp_path / "in_text_document", ".bin").read_bytes() == before
+
+
+def test_a_failed_overwrite_keeps_what_was_there(tmp_path, tokenizer):
+    prefix = run(tmp_path, tokenizer, '{"text":"first"}\n').prefix
+    before = {p.name: p.read_bytes() for p in tmp_path.glob("in_text*")}
+    with pytest.raises(InputError, match="0 documents written"):
+        run(tmp_path, tokenizer, '{"text":""}\n', "--overwrite")
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("in_text*")} == before and file_of(prefix, ".json").exists()
+
+
+def test_a_tokenizer_never_replaces_another_folder(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"text": "hello"}\n')
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").touch()
+    command = ["--input", str(tmp_path / "c.jsonl"), "--vocab_size", "300", "--output", str(tmp_path / "precious")]
+    with pytest.raises(InputError, match="exists and is no tokenizer directory"):
+        train_tokenizer.main([*command, "--overwrite"])
+    assert (tmp_path / "precious" / "thesis.tex").exists()
+
+
+def test_a_missing_directory_is_one_line(tmp_path, capsys):
+    assert run_command(lambda: corpus.main(["stdlib", str(tmp_path)])) == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} exists")
+
+
 def test_inspect_decodes_a_document(tmp_path, tokenizer, capsys):
     run(tmp_path, tokenizer, '{"text":"hello"}\n{"text":"world"}\n')
     inspect_tokens.main([str(tmp_path / "in_text_document"), "--document", "1"])

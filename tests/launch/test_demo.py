@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -102,14 +103,76 @@ def test_a_second_call_uses_what_is_there_and_a_third_waits_for_it(demo):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [(["--steps", "0"], "--steps 0 must be positive"), (["--stpes", "3"], "unrecognized arguments: --stpes 3")],
+    ("command", "message"),
+    [
+        ("demo.sh --steps 0", "--steps 0 must be positive"),
+        ("demo.sh --stpes 3", "unknown option --stpes"),
+        ("demo.sh --out", "--out needs a value"),
+        ("setup.sh --torch gpu", "--torch gpu is not keep, cpu or cuNNN"),
+        ("setup.sh --torch=", "--torch  is not keep, cpu or cuNNN"),
+        ("setup.sh --torch", "--torch needs a value"),
+    ],
 )
-def test_bad_options(options, message):
-    finished = launch(["bash", "launch/demo.sh", *options])
+def test_bad_options(command, message):
+    finished = launch(["bash", *f"launch/{command}".split()])
     assert finished.code == 2 and message in finished.last_line
 
 
-def test_setup_refuses_a_wrong_torch():
-    finished = launch(["bash", "launch/setup.sh", "--torch", "gpu"], env={"PATH": os.environ["PATH"]})
-    assert finished.code == 2 and "--torch gpu is not keep, cpu or cuNNN" in finished.last_line
+@pytest.mark.parametrize("script", ["demo.sh", "setup.sh"])
+def test_help(script):
+    finished = launch(["bash", f"launch/{script}", "--help"])
+    assert finished.code == 0 and f"bash launch/{script} [" in finished.output
+
+
+def stub_setup(tmp_path, **programs) -> dict:
+    """A copy of what setup.sh reads, beside stub programs that come first on the PATH; returns the environment."""
+    for name in ("requirements.txt", "pyproject.toml", "launch/setup.sh"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(REPOSITORY / name, tmp_path / name)
+    (tmp_path / "bin").mkdir()
+    for name, text in programs.items():
+        program = tmp_path / "bin" / name.replace("_", "-")
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    return {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "PYTHON": getattr(sys, "_base_executable", sys.executable),
+    }
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (
+            "| NVIDIA-SMI 580.65   Driver Version: 580.65   CUDA Version: 13.0 |",
+            "2.13.0 (cu130): the NVIDIA driver runs CUDA up to 13.0",
+        ),
+        (
+            "| NVIDIA-SMI 610.43  KMD Version: 610.43  CUDA UMD Version: 13.3 |",
+            "2.13.0 (cu130): the NVIDIA driver runs CUDA up to 13.3",
+        ),
+        ("| Driver Version: 570.0   CUDA Version: 12.8 |", "2.13.0 (cu126): the NVIDIA driver runs CUDA up to 12.8"),
+        ("| Driver Version: 525.0   CUDA Version: 12.0 |", "error: the NVIDIA driver runs CUDA up to 12.0"),
+        ("nothing known", "error: nvidia-smi answers but names no CUDA version"),
+    ],
+)
+def test_setup_chooses_by_the_driver_and_says_why(tmp_path, header, said):
+    # Stopped at making the environment: what it chose has been said by then.
+    environment = stub_setup(tmp_path, nvidia_smi=f"echo '{header}'", mktemp="exit 9")
+    finished = launch(["bash", tmp_path / "launch" / "setup.sh"], env=environment)
+    assert said in finished.output and finished.code == (2 if "error" in said else 9)
+
+
+@pytest.mark.parametrize(("version", "kept"), [("2.11.0a0+local", True), ("2.6.0", False)])
+def test_setup_keeps_a_torch_that_fits(tmp_path, version, kept):
+    environment = stub_setup(tmp_path, nvidia_smi="exit 1", mktemp="exit 9")
+    (tmp_path / "site" / "torch").mkdir(parents=True)
+    (tmp_path / "site" / "torch" / "__init__.py").write_text(f"__version__ = '{version}'")
+    environment["PYTHONPATH"] = str(tmp_path / "site")
+    finished = launch(["bash", tmp_path / "launch" / "setup.sh"], env=environment)
+    if kept:
+        assert f"kept as it is: {environment['PYTHON']} imports torch {version}" in finished.output
+    else:
+        assert f"2.13.0 (cpu): no NVIDIA driver answers (the torch {version} of " in finished.output
+        finished = launch(["bash", tmp_path / "launch" / "setup.sh", "--torch", "keep"], env=environment)
+        assert finished.code == 2 and "is outside >=2.11,<2.14" in finished.last_line

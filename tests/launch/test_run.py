@@ -1,8 +1,11 @@
+import argparse
 import re
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from deepspeed.launcher import runner
 
 from data_prep.errors import InputError
 from launch import check, run
@@ -27,20 +30,26 @@ def test_command_line_is_split_at_the_script():
     assert (script, arguments) == ("recipes/pretrain.py", ["--recipe", "demo", "a=b"])
 
 
-def test_flags_are_those_of_the_installed_launcher():
-    import argparse
-    from unittest import mock
-
-    from deepspeed.launcher import runner
-
+def test_options_are_those_of_the_installed_launcher():
     parsers = []
     with mock.patch.object(argparse.ArgumentParser, "parse_args", lambda self, args=None: parsers.append(self)):
         runner.parse_args([])
-    flags = {s for a in parsers[0]._actions if a.nargs == 0 for s in a.option_strings} - {"-h", "--help"}
-    assert flags == run.FLAGS
+    actions = [a for a in parsers[0]._actions if a.option_strings and "--help" not in a.option_strings]
+    flags = {s for a in actions if a.nargs == 0 for s in a.option_strings}
+    assert flags == set(run.FLAGS)
+    assert {s for a in actions for s in a.option_strings} - flags == set(run.WITH_VALUE)
 
 
-def test_world_size():
+def test_misspelt_launcher_option():
+    # deepspeed itself would take the abbreviation, and the check would not know the number of ranks
+    with pytest.raises(InputError, match="--num_accelerator is no option .* did you mean --num_accelerators?"):
+        run.split_command(["--num_accelerator", "2", "recipes/pretrain.py"])
+
+
+def test_world_size(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    assert run.world_size_of({}) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert run.world_size_of({"--num_gpus": "8"}) == 8
     assert run.world_size_of({"--num_gpus": "8", "--hostfile": "x"}) is None and run.world_size_of({}) is None
     with pytest.raises(InputError, match="--num_accelerators zero is not a positive number"):
@@ -60,8 +69,7 @@ def test_taken_port_and_a_free_one():
         port = str(taken.getsockname()[1])
         with pytest.raises(InputError, match=f"--master_port {port} can't be used: Address already in use"):
             run.check_launcher({"--master_port": port})
-    name, chosen = run.check_launcher({})
-    assert name == "--master_port" and 0 < int(chosen) < 65536
+    assert 0 < run.check_launcher({}) < 65536
 
 
 def test_missing_script_and_host_file():
@@ -70,6 +78,7 @@ def test_missing_script_and_host_file():
         (["--num_gpus"], "launcher option --num_gpus has no value"),
         (["--num_gpus", "2"], "no script given"),
         (["nothing.py"], "script nothing.py does not exist"),
+        (["recipes/demo.yaml"], "recipes/demo.yaml is no Python script; the script comes first"),
         (["--hostfile", "nowhere", str(Path(__file__))], "--hostfile nowhere does not exist"),
     ):
         if message is None:
@@ -106,7 +115,10 @@ def test_check_passes_everything_shipped(capsys):
         (["data.seq_length=5000"], "too few for one sample of seq_length 5000"),
         (["global_batch_size=512"], "fewer than global_batch_size 512"),
         (["data.max_epochs=0.1"], "more than data.max_epochs 0.1"),
-        (["data.tokenizer=nowhere"], "data.tokenizer: "),
+        (["data.tokenizer=nowhere"], "nowhere does not exist; give a directory that AutoTokenizer loads"),
+        (["--world_size", "0"], "world size must be a positive integer, not 0"),
+        (["ds.optimizer.params.eps=tiny"], "optimizer.params.eps: 'tiny' must be a number"),
+        (["ds.gradient_clipping=-1"], "gradient_clipping: state it"),
         (["ds.gradient_clipp1ng=1"], "did you mean gradient_clipping?"),
         (["--deepspeed_config", "nowhere.json"], "nowhere.json does not exist"),
     ],
@@ -132,6 +144,23 @@ def test_check_compares_vocabularies(tmp_path):
     with pytest.raises(InputError, match="has 68 tokens, model.vocab_size is 64"):
         check.main([str(recipe), f"data.tokenizer={tmp_path / 'tokenizer'}"])
     assert check.main([str(recipe), f"data.tokenizer={tmp_path / 'tokenizer'}", "model.vocab_size=128"]) == 0
+
+
+def test_scripts_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Path(run.find_script("recipes/pretrain.py", {})).is_file()
+
+
+def test_a_run_at_work_is_seen(tiny):
+    from recipes.training import run_directory
+
+    directory = tiny.parent / "runs" / "tiny"
+    directory.mkdir(parents=True)
+    held = run_directory._lock(directory)
+    with pytest.raises(InputError, match="another run is at work in .*runs/tiny"):
+        run.main(["--num_accelerators", "2", "recipes/pretrain.py", "--recipe", str(tiny)])
+    held.close()
+    run_directory.check_unlocked(directory)
 
 
 def test_empty_token_file_is_named(tmp_path):

@@ -74,10 +74,10 @@ def test_none_complete_is_an_error_never_a_fresh_start(directory):
 
 def test_explicit_step(directory):
     assert files.step_of(files.find(directory, "2").chosen) == 2
-    with pytest.raises(InputError, match="--resume 3: .* does not exist; steps there: 2, 4"):
+    with pytest.raises(InputError, match="no checkpoint of step 3 in .*; steps there: 2, 4"):
         files.find(directory, "3")
     damage(directory, "shard truncated")
-    with pytest.raises(InputError, match="--resume 4: .*shard_1.pt has 10 bytes"):
+    with pytest.raises(InputError, match="global_step4: shard_1.pt has 10 bytes"):
         files.find(directory, "4")
 
 
@@ -105,6 +105,12 @@ def test_publishing_again_keeps_the_old_one(directory):
     assert files.files_of(directory / "global_step4") == ["new.pt"]
     assert "model.pt" in files.files_of(directory / "global_step4.replaced_1")
     assert (directory / "latest").read_text() == "global_step4"
+
+
+@pytest.mark.parametrize("content", ["[1]", "{}", "5"])
+def test_manifest_that_is_none(directory, content):
+    (directory / "global_step4" / "manifest.json").write_text(content)
+    assert files.step_of(files.find(directory, "latest").chosen) == 2
 
 
 def test_manifest_of_another_format(directory):

@@ -1,6 +1,7 @@
 """Whole runs with real ranks: interrupted and resumed, started every way, failing, refused."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -149,7 +150,9 @@ def test_nothing_was_compiled_and_no_rank_is_left(runs):
         (["model.hidden_size=64"], "is of another model: hidden_size 32 (now 64)"),
         (["global_batch_size=16"], "was trained with global_batch_size 8, now 16"),
         (["ds.zero_optimization.stage=3"], "was saved with ZeRO stage 1 in fp32, the run asks for stage 3 in fp32"),
-        (["--resume", "5"], "--resume 5: "),
+        (["--resume", "5"], "no checkpoint of step 5 in "),
+        (["schedule.steps=7"], "is at step 14, the schedule has only 7 steps"),
+        (["seed=8"], "drew its samples otherwise: seed 7 (now 8)"),
     ],
 )
 def test_another_run_in_its_directory_is_refused(runs, overrides, message):
@@ -191,6 +194,51 @@ def test_resuming_on_damaged_checkpoints_and_other_data(runs, tmp_path):
     assert finished.code == 2 and "was trained on other data: file 1: other content" in finished.last_line, (
         finished.output
     )
+
+
+def test_a_changed_ds_config_and_schedule_act_at_once(runs, tmp_path):
+    folder = tmp_path / "copy"
+    shutil.copytree(runs[0], folder)
+    changes = [
+        "ds.optimizer.params.weight_decay=0.5",
+        "ds.optimizer.params.betas=[0.8, 0.9]",
+        "ds.optimizer.params.lr=0.02",
+    ]
+    finished = launch_run(folder / "tiny.yaml", "schedule.steps=16", *changes)
+    assert finished.code == 0, finished.output
+    for text in (
+        "the schedule has changed: 14 steps in the checkpoint, 16 now",
+        "the peak learning rate has changed: 0.01 in the checkpoint, 0.02 now",
+        "group decay: weight_decay has changed: 0.1 in the checkpoint, 0.5 now",
+        "betas has changed: (0.9, 0.999) in the checkpoint, [0.8, 0.9] now",
+    ):
+        assert text in finished.output, finished.output
+    assert "group no_decay: weight_decay" not in finished.output
+    factor = lambda k: 0.1 + 0.9 * (1 + math.cos(math.pi * (k - 2) / 14)) / 2  # noqa: E731
+    rates = by_step(folder / "runs" / "tiny", "lr")
+    assert [rates[15], rates[16]] == pytest.approx([0.02 * factor(15), 0.02 * factor(16)])
+
+
+def test_a_second_start_leaves_the_first_alone(tmp_path):
+    """A run at work, and a report of an earlier start: neither hurts, and the second start is told."""
+    recipe = make_tiny(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    (run / "logs").mkdir(parents=True)
+    old = {"rank": 1, "exit_code": 1, "time": 0, "start_id": "old", "error": "old", "host": "h", "log": "l"}
+    (run / "logs" / "failed_rank_1.json").write_text(json.dumps(old))
+    seconds = []
+
+    def start_again(_process):
+        seconds.append(launch_run(recipe))
+        command = [Path(sys.executable).parent / "deepspeed", "--num_accelerators", "2", "--master_port", "29733"]
+        seconds.append(launch([*command, "recipes/pretrain.py", "--recipe", recipe]))
+
+    slow = {**SLOW, "SLOW_STEP_S": "2"}
+    first = launch_run(recipe, env=slow, when=lambda: last_step(run) >= 1, then=start_again)
+    for second in seconds:
+        assert second.code == 2 and "another run is at work in" in second.output, second.output
+    assert first.code == 0 and "finished at step 8" in first.output, first.output
+    assert not list((run / "logs").glob("failed_rank_*"))
 
 
 def test_starting_anew_moves_the_old_run_aside(runs, tmp_path):

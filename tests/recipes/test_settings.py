@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from data_prep.errors import InputError
-from recipes.training.settings import REPOSITORY, effective_yaml, load_recipe
+from recipes.training.settings import REPOSITORY, effective_yaml, load_recipe, parse_value
 from tests.conftest import make_tiny
 
 
@@ -66,6 +66,16 @@ def test_unknown_key_names_file_line_and_nearest_key(tiny, section, key, line_of
         ("checkpoint.resume=newest", "checkpoint.resume 'newest' must be latest, none or a step number"),
         ("global_batch_size=0", "global_batch_size 0 must be positive"),
         ("data.files=[]", "data.files must be a token file, a list"),
+        ("model=null", "model is a section with keys of its own, not None"),
+        ("model=3", "model is a section with keys of its own, not 3"),
+        ("optimizer.lr=1", "keys of the ds_config take the prefix ds., as in ds.optimizer=..."),
+        ("steps=5", "did you mean schedule.steps?"),
+        ("seed=-1", "seed -1 must lie in 0 .. 2^32 - 1"),
+        ("model.head_dim=0", "model.head_dim 0 must be positive and even"),
+        ("data.max_epochs=.nan", "data.max_epochs nan must be positive"),
+        ("checkpoint.resume=²", "checkpoint.resume '²' must be"),
+        ("data.files=[{path: 5}]", "must be a path or {path: ..., weight: ...}"),
+        ("name=${", "name"),
         ("name=a/b", "name 'a/b' must be a plain directory name"),
     ],
 )
@@ -85,12 +95,50 @@ def test_steps_or_tokens(tiny):
         load_recipe(tiny)
 
 
+def test_the_later_of_steps_and_tokens_on_the_command_line_counts(tiny):
+    assert load_recipe(tiny, ["schedule.steps=50", "schedule.tokens=1000"])[0].total_steps == 8
+    assert load_recipe(tiny, ["schedule.tokens=1000", "schedule.steps=50"])[0].total_steps == 50
+    assert load_recipe(tiny, ["schedule={tokens: 256}"])[0].total_steps == 2
+
+
+def test_numbers_on_the_command_line(tiny):
+    recipe, _ = load_recipe(tiny, ["model.rms_norm_eps=1e-6", "model.init.std=5e-2", "validation.samples=null"])
+    assert (recipe.model.rms_norm_eps, recipe.model.init.std, recipe.validation.samples) == (1e-6, 0.05, None)
+    assert [parse_value(text) for text in ("1e-3", "3", "true", "[1, 2]", "x", "2024-01-01")] == [
+        0.001,
+        3,
+        True,
+        [1, 2],
+        "x",
+        "2024-01-01",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "holds no settings"),
+        ("5", "holds no settings"),
+        ("# nothing\n", "holds no settings"),
+        ("model: 3\n", ":1: model is a section with keys of its own, not 3"),
+        ("model: {family: llama}\nschedule: [1]\n", ":2: schedule is a section with keys of its own, not [1]"),
+    ],
+)
+def test_files_that_are_no_recipe(tiny, content, message):
+    tiny.write_text(content)
+    with pytest.raises(InputError, match=re.escape(str(tiny)) + ".*" + re.escape(message)):
+        load_recipe(tiny)
+    tiny.write_bytes(b"name: caf\xe9\n")
+    with pytest.raises(InputError, match="not UTF-8 at byte 9"):
+        load_recipe(tiny)
+
+
 def test_missing_setting_and_file(tmp_path):
     recipe = make_tiny(tmp_path)
     settings = yaml.safe_load(recipe.read_text())
     del settings["global_batch_size"]
     recipe.write_text(yaml.safe_dump(settings))
-    with pytest.raises(InputError, match=r"tiny\.yaml.*global_batch_size"):
+    with pytest.raises(InputError, match=r"tiny\.yaml: global_batch_size is missing"):
         load_recipe(recipe)
     with pytest.raises(InputError, match="recipe nothing does not exist; .*: demo"):
         load_recipe("nothing")
