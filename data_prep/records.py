@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.errors import InputError
+from data_prep.sources import line_chunks
 
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Reasons that are counted but never stop a run: nothing is lost by leaving such records out.
@@ -64,18 +65,6 @@ def _json_type(value) -> str:
     return names.get(type(value), "null")
 
 
-def line_chunks(path: Path, chunk_bytes: int = 1 << 20) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of the first line, lines) of about `chunk_bytes` each. Raises InputError for an unreadable file."""
-    first = 1
-    try:
-        with open(path, "rb") as handle:
-            while lines := handle.readlines(chunk_bytes):
-                yield first, lines
-                first += len(lines)
-    except OSError as error:
-        raise InputError(f"can't read {path}: {error.strerror}") from None
-
-
 def iterate_texts(paths: list[Path], key: str) -> Iterator[str]:
     """Texts of all records of `paths`; raises InputError at the first bad one, as `tokenize_files` does by default."""
     for path in paths:
@@ -86,9 +75,3 @@ def iterate_texts(paths: list[Path], key: str) -> Iterator[str]:
                     yield text
                 elif text.reason not in HARMLESS:
                     raise InputError(f"{path}:{number}: {text.detail}")
-
-
-def check_inputs(paths: list[Path]) -> None:
-    for path in paths:
-        if not path.is_file():
-            raise InputError(f"input file {path} does not exist")

@@ -21,7 +21,8 @@ import numpy as np
 
 from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import write_json
-from data_prep.records import HARMLESS, BadRecord, check_inputs, line_chunks, parse_record
+from data_prep.records import HARMLESS, BadRecord, parse_record
+from data_prep.sources import COMPRESSED, find_inputs, line_chunks
 from data_prep.token_file import TokenFileWriter, file_of, token_dtype
 from data_prep.tokenizer import GigatokenEncoder, TextTokenizer, choose_encoder
 
@@ -137,7 +138,6 @@ def tokenize(
     """
     from tqdm import tqdm
 
-    check_inputs(paths)
     tokenizer = TextTokenizer(tokenizer_path)
     if append_eod and tokenizer.end_id is None:
         raise InputError(
@@ -149,7 +149,9 @@ def tokenize(
     prefix = output_prefix.with_name(f"{output_prefix.name}_{json_key}_document")
     counts: Counter = Counter()
     begin = time.perf_counter()
-    size = sum(path.stat().st_size for path in paths)
+    # Text of compressed files is larger than they are, by a factor that only reading them tells.
+    plain = all(path.suffix not in COMPRESSED for path in paths)
+    size, text_bytes = sum(path.stat().st_size for path in paths) if plain else None, 0
     with (
         TokenFileWriter(prefix, tokenizer.vocab_size) as writer,
         tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress,
@@ -161,6 +163,7 @@ def tokenize(
             writer.add(chunk.ids, chunk.lengths)
             counts.update(chunk.counts)
             progress.update(chunk.bytes_read)
+            text_bytes += chunk.bytes_read
         if writer.documents:  # about to be published: the old record must not stand beside the new tokens
             file_of(prefix, ".json").unlink(missing_ok=True)
     report = {
@@ -174,6 +177,7 @@ def tokenize(
         },
         "special_in_text": counts["special_in_text"],
         "sources": [{"path": str(path.resolve()), "bytes": path.stat().st_size} for path in paths],
+        "text_bytes": text_bytes,
         "json_key": json_key,
         "append_eod": append_eod,
         "engine": "gigatoken" if isinstance(encoder, GigatokenEncoder) else "tokenizers",
@@ -193,16 +197,17 @@ def summary(report: dict) -> str:
     """The closing line: where, how much, and what was left out by reason."""
     left_out = "".join(f" {reason}={count}" for reason, count in report["left_out"].items())
     special = f" special_in_text={report['special_in_text']}" if report["special_in_text"] else ""
-    size = sum(source["bytes"] for source in report["sources"])
     return (
         f"{report['prefix']}: docs={report['documents']} tokens={report['tokens']}{left_out}{special} "
-        f"({size / 1e6 / report['seconds']:.1f} MB/s)"
+        f"({report['text_bytes'] / 1e6 / report['seconds']:.1f} MB/s)"
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m data_prep.tokenize_files", description=__doc__.splitlines()[0])
-    parser.add_argument("--input", nargs="+", type=Path, required=True, help="JSONL files, read in this order")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="JSONL files, directories or globs; .gz, .xz, .zst too"
+    )
     parser.add_argument("--output_prefix", type=Path, required=True, help="output path before _KEY_document.{bin,idx}")
     parser.add_argument("--tokenizer", required=True, help="directory with tokenizer.json, or the file")
     parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
@@ -229,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     if existing.exists() and not arguments.overwrite:
         raise InputError(f"{existing} exists; choose another --output_prefix or pass --overwrite")
     report = tokenize(
-        arguments.input,
+        find_inputs(arguments.input),
         arguments.output_prefix,
         arguments.tokenizer,
         json_key=arguments.json_key,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import make_directory, replace_directory
-from data_prep.records import check_inputs, iterate_texts
+from data_prep.records import iterate_texts
+from data_prep.sources import find_inputs
 
 END_TOKEN = "<|endoftext|>"
 BYTES = 256
@@ -23,7 +24,6 @@ def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -
 
     if vocab_size <= BYTES + 1:
         raise InputError(f"--vocab_size {vocab_size} is too small: {BYTES} bytes and {END_TOKEN} come first")
-    check_inputs(paths)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -59,7 +59,9 @@ def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m data_prep.train_tokenizer", description=__doc__)
-    parser.add_argument("--input", nargs="+", type=Path, required=True, help="JSONL files")
+    parser.add_argument(
+        "--input", nargs="+", required=True, help="JSONL files, directories or globs; .gz, .xz, .zst too"
+    )
     parser.add_argument("--vocab_size", type=int, required=True, help="entries, the end-of-document token included")
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
@@ -70,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.output.exists() and not arguments.overwrite:
         raise InputError(f"{arguments.output} exists; choose another --output or pass --overwrite")
     begin = time.perf_counter()
-    size = train(arguments.input, arguments.vocab_size, arguments.output, arguments.json_key)
+    size = train(find_inputs(arguments.input), arguments.vocab_size, arguments.output, arguments.json_key)
     print(f"{arguments.output}: {size} tokens, {time.perf_counter() - begin:.1f} s")
     if size < arguments.vocab_size:
         print(

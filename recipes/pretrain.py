@@ -34,7 +34,6 @@ def parse_arguments(argv: list[str] | None):
 
 
 def main(argv: list[str] | None = None) -> int:
-    place = None
     try:
         arguments = parse_arguments(argv)
         place = distributed.find_place(arguments.local_rank)
@@ -43,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
         if place.rank == 0:
             run_directory.open_run_directory(prepared)
     except InputError as error:
-        return faults.refuse_before_start(error, place.local_rank if place else 0)
+        return faults.refuse_before_start(error)
     watch = faults.FaultWatch(prepared.recipe.run_directory, place.rank)
     try:
         train(prepared, place, watch)

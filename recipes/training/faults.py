@@ -164,12 +164,12 @@ def write_state(run_directory: Path, state: str, step: int | None, cause: str | 
         print(f"could not write {previous}: {problem}", file=sys.stderr)
 
 
-def refuse_before_start(error: InputError, local_rank: int) -> int:
+def refuse_before_start(error: InputError) -> int:
     """A mistake found before the process group exists: every rank has found it, local rank 0 prints it.
 
     The others wait for the launcher to end them: one that left first would take rank 0 down before it printed.
     """
-    if local_rank == 0:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
         if REPORT_VARIABLE in os.environ:
             Path(os.environ[REPORT_VARIABLE]).write_text(f"error: {error}", encoding="utf-8")

@@ -201,7 +201,7 @@ def test_missing_input_and_tokenizer(tmp_path, tokenizer, capsys):
         str(tokenizer),
     ]
     assert run_command(lambda: tokenize_files.main(command)) == 2
-    assert capsys.readouterr().err == f"error: input file {tmp_path / 'no.jsonl'} does not exist\n"
+    assert capsys.readouterr().err == f"error: --input {tmp_path / 'no.jsonl'} does not exist\n"
     with pytest.raises(InputError, match="tokenizer.json does not exist"):
         run(tmp_path, tmp_path, '{"text":"x"}\n')
 
