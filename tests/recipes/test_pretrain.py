@@ -16,6 +16,7 @@ import pytest
 
 from launch import check
 from recipes.training import checkpoint_files
+from recipes.training.distributed import free_port
 from tests.conftest import REPOSITORY, last_step, launch, launch_run, make_tiny, metrics, write_tokens
 
 pytestmark = pytest.mark.slow
@@ -252,33 +253,27 @@ def test_starting_anew_moves_the_old_run_aside(runs, tmp_path):
     assert finished.code == 2 and "has an order made for 16 samples, the schedule now asks for 32" in finished.last_line
 
 
-def test_plain_python_and_torchrun_start_the_same_run(tmp_path):
+def test_plain_python_environment_variables_and_torchrun_start_the_same_run(tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
     losses = []
-    for name, command in (
-        ("plain", [sys.executable, "recipes/pretrain.py"]),
-        (
-            "torchrun",
-            [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                "--nproc_per_node",
-                "2",
-                "--standalone",
-                "recipes/pretrain.py",
-            ],
-        ),
-    ):
+    for name in ("alone", "variables", "torchrun"):
         recipe = make_tiny(
             tmp_path / name, data={"files": "synthetic", "validation_files": "synthetic", "seq_length": 16}
         )
-        options = ["schedule.steps=3", "model.attention_dropout=0"]
-        environment = {k: "" for k in ("RANK", "WORLD_SIZE")}
-        assert not any(os.environ.get(k) for k in environment)
-        finished = launch([*command, "--recipe", recipe, *options])
-        assert finished.code == 0, finished.output
+        command = ["recipes/pretrain.py", "--recipe", recipe, "schedule.steps=3", "model.attention_dropout=0"]
+        command = [*(torchrun if name == "torchrun" else [sys.executable]), *command]
+        other, environment = None, {}
+        if name == "variables":
+            environment = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            variables = {**os.environ, **environment, "RANK": "1", "LOCAL_RANK": "1"}
+            other = subprocess.Popen(list(map(str, command)), env=variables, cwd=REPOSITORY)
+            environment |= {"RANK": "0", "LOCAL_RANK": "0"}
+        finished = launch(command, env=environment)
+        assert finished.code == 0 and (other is None or other.wait(30) == 0), finished.output
         losses.append([line["loss"] for line in metrics(recipe.parent / "runs" / "tiny") if "loss" in line])
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == 3
+    assert len(losses[0]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[1] == losses[2]
 
 
 def test_bare_deepspeed_works_and_tells_mistakes_in_one_line(tmp_path):
