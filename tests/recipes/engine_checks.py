@@ -80,37 +80,59 @@ def nan_loss(logits, labels):
     return token_loss_sum(logits, labels) * float("nan")
 
 
-def run_case(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False) -> dict:
-    """STEPS steps, then a checkpoint and the logits of one input. With `poison`, rank 1's loss is NaN in step 2."""
-    case = prepared(name, stage, micro, tied, *ds_overrides)
-    engine = build_engine(case)
-    rank, sizes, progress = dist.get_rank(), case.sizes, checkpoint.Progress()
-    results, hashes = [], [distributed.gather(digest(gathered(engine)))]
-    for number in range(STEPS):
-        loss = nan_loss if poison and number == 1 and rank == 1 else token_loss_sum
+def steps(engine, case: Prepared, progress, until: int, poison: bool = False) -> tuple[list, list]:
+    """(results, digests of the weights after each step) of the steps after `progress`, which moves on with them."""
+    results, hashes = [], []
+    for number in range(progress.step, until):
+        loss = nan_loss if poison and number == 1 and dist.get_rank() == 1 else token_loss_sum
         with mock.patch.object(step, "token_loss_sum", loss):
-            result = step.train_step(engine, my_batch(number, sizes, rank), sizes, stop=lambda: False)
-        progress.advance(sizes.global_batch, result.tokens, result.applied)
+            batch = my_batch(number, case.sizes, dist.get_rank())
+            result = step.train_step(engine, batch, case.sizes, stop=lambda: False)
+        progress.advance(case.sizes.global_batch, result.tokens, result.applied)
         results.append(result)
         hashes.append(distributed.gather(digest(gathered(engine))))
-    values = gathered(engine)
-    checkpoint.save(engine, case.recipe, sizes, progress, {"data": name}, 0)
+    return results, hashes
+
+
+def run_case(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False) -> dict:
+    """STEPS steps, a checkpoint half way and at the end, the logits of one input; then the second half again, resumed.
+
+    With `poison`, rank 1's loss is NaN in step 2.
+    """
+    case = prepared(name, stage, micro, tied, *ds_overrides)
+    engine, progress = build_engine(case), checkpoint.Progress()
+    initial = distributed.gather(digest(gathered(engine)))
+    data = {"data": name}
+    first, first_hashes = steps(engine, case, progress, STEPS // 2, poison)
+    half_way = checkpoint.save(engine, case.recipe, case.sizes, progress, data, 0)
+    second, second_hashes = steps(engine, case, progress, STEPS)
+    finite = all(bool(value.isfinite().all()) for value in gathered(engine).values())
+    checkpoint.save(engine, case.recipe, case.sizes, progress, data, 0)
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=torch.arange(LENGTH)[None], use_cache=False).logits
-    if rank == 0:
+    if dist.get_rank() == 0:
         np.save(FOLDER / f"{name}.npy", logits.float().numpy())
         (case.recipe.run_directory / "recipe.yaml").write_text(effective_yaml(case.recipe))
     engine.destroy()
+
+    engine = build_engine(case)
+    again = checkpoint.resume(engine, case.recipe, case.sizes, half_way, data)
+    resumed, resumed_hashes = steps(engine, case, again, STEPS)
+    engine.destroy()
+    results = first + second
     return {
         "loss": [r.loss for r in results],
         "grad_norm": [r.grad_norm for r in results],
         "lr": [r.lr for r in results],
         "applied": [r.applied for r in results],
         "tokens": [r.tokens for r in results],
-        "hashes": hashes,
-        "finite": all(bool(v.isfinite().all()) for v in values.values()),
+        "hashes": [initial, *first_hashes, *second_hashes],
+        "finite": finite,
         "progress": progress.__dict__,
+        "resumed": [[r.loss, r.grad_norm, r.lr] for r in resumed],
+        "resumed_hashes": resumed_hashes,
+        "resumed_progress": again.__dict__,
     }
 
 

@@ -73,6 +73,16 @@ def test_replicas_stay_equal_and_change(results, stage):
     assert all(a == b for a, b in hashes) and len({a for a, _ in hashes}) == len(hashes)
 
 
+@pytest.mark.parametrize("kind", ["tied", "untied", "bf16", "poisoned"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_resuming_half_way_is_bitwise_the_same_at_every_stage(results, stage, kind):
+    ours = results[f"stage {stage} {kind}"]
+    straight = [list(values) for values in zip(ours["loss"], ours["grad_norm"], ours["lr"], strict=True)]
+    assert ours["resumed"] == straight[2:]
+    assert ours["resumed_hashes"] == ours["hashes"][3:]
+    assert ours["resumed_progress"] == ours["progress"]
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_nan_on_one_rank_skips_the_update_everywhere(results, stage):
     ours = results[f"stage {stage} poisoned"]
