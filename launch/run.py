@@ -37,7 +37,7 @@ WITH_VALUE = """
     --node_rank --launcher --launcher_args --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script
     --log_level
     """.split()
-GRACE_S = 10  # for processes that outlive the launcher
+GRACE_S = 10  # for what outlives the launcher and its ranks
 
 
 def split_command(argv: list[str]) -> tuple[dict[str, str], list[str], str, list[str]]:
@@ -150,17 +150,15 @@ class Launch:
             self._signal_group(signal.SIGTERM)
 
     def ranks(self) -> list[psutil.Process]:
-        """Processes with a RANK whose parent has none."""
+        """The group's processes with a RANK whose parent has none."""
         found = []
-        try:
-            descendants = psutil.Process(self._process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            return found
-        for process in descendants:
+        for process in psutil.process_iter():
             try:
-                if "RANK" in process.environ() and "RANK" not in process.parent().environ():
-                    found.append(process)
-            except (psutil.Error, AttributeError):
+                if os.getpgid(process.pid) == self._process.pid and "RANK" in process.environ():
+                    parent = process.parent()
+                    if parent is None or parent.pid == 1 or "RANK" not in parent.environ():
+                        found.append(process)
+            except (psutil.Error, OSError):
                 continue
         return found
 
@@ -187,8 +185,17 @@ class Launch:
             self._signal_group(signal.SIGTERM)
 
     def wait(self) -> int:
-        """The launcher's exit code, once nothing it started is left."""
+        """The launcher's exit code, once nothing it started is left.
+
+        The launcher can end before its ranks: a signal to the whole group ends it at once, while they save.
+        """
         code = self._process.wait()
+        told = self.signalled
+        while ranks := self.ranks():
+            if not told:  # nobody is left to restart or end them: they save and leave
+                self._pass_on(signal.SIGTERM, None)
+                told = True
+            psutil.wait_procs(ranks, timeout=1)
         deadline = time.monotonic() + GRACE_S
         while self._signal_group(0) and time.monotonic() < deadline:
             time.sleep(0.1)
@@ -213,13 +220,15 @@ def report(launch: Launch, code: int, run_directory: Path | None, refused: str, 
     if refused:
         print(refused, file=sys.stderr)
         return faults.USER_MISTAKE
+    state_file = run_directory / "state.json" if run_directory else None
+    state = read_json(state_file) if state_file and state_file.exists() else {"state": None, "time": 0}
+    if state["state"] in ("stopped", "finished") and state["time"] >= begin:
+        return 0  # the launcher was ended by a signal, the ranks saved and left
     reported = faults.failures(run_directory / "logs") if run_directory else []
     for failure in reported:
         if failure["time"] >= begin:
             print(faults.describe(failure), file=sys.stderr)
             return failure["exit_code"]
-    state_file = run_directory / "state.json" if run_directory else None
-    state = read_json(state_file) if state_file and state_file.exists() else {"state": None}
     if launch.signalled and not launch.killed and state["state"] != "running":
         print("error: stopped by a signal before training had begun; nothing was lost", file=sys.stderr)
         return faults.FAULT

@@ -46,7 +46,7 @@ def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same run twice: uninterrupted, and stopped by SIGUSR1 to one rank, by SIGKILL to all, by SIGTERM to the starter."""
+    """The same run twice: uninterrupted, and stopped by SIGUSR1 to a rank, SIGKILL to all, SIGTERM to starter and group."""
     folder = tmp_path_factory.mktemp("runs")
     whole, broken = folder / "whole", folder / "broken"
     steps = {"schedule": {"steps": 14, "warmup_steps": 2, "decay": "cosine"}}
@@ -56,6 +56,7 @@ def runs(tmp_path_factory):
     outputs.append(interrupt(broken, "rank", 2, signal.SIGUSR1))
     outputs.append(interrupt(broken, "group", 7, signal.SIGKILL))
     outputs.append(interrupt(broken, "starter", 9))
+    outputs.append(interrupt(broken, "group", 11))
     outputs.append(launch_run(broken / "tiny.yaml"))
     return whole, broken, outputs
 
@@ -70,8 +71,10 @@ def by_step(run, key):
 
 
 def test_codes_and_closing_lines(runs):
-    _, _, (whole, usr1, kill, term, last) = runs
-    assert [r.code for r in (whole, usr1, term, last)] == [0, 0, 0, 0], [r.output for r in (whole, usr1, term, last)]
+    _, _, (whole, usr1, kill, term, group, last) = runs
+    good = (whole, usr1, term, group, last)
+    assert [r.code for r in good] == [0] * 5, [r.output for r in good]
+    assert "stopped at step" in group.output
     assert kill.code == 1 and "SIGKILL" in kill.last_line
     assert "the same command goes on from here" in usr1.output and "resumed from" in term.output
     assert "finished at step 14" in last.output
@@ -121,9 +124,9 @@ def test_run_directory(runs):
     run = broken / "runs" / "tiny"
     assert json.loads((run / "state.json").read_text())["state"] == "finished"
     attempts = json.loads((run / "environment.json").read_text())["attempts"]
-    assert [a["attempt"] for a in attempts] == [1, 2, 3, 4]
+    assert [a["attempt"] for a in attempts] == [1, 2, 3, 4, 5]
     assert attempts[0]["versions"]["deepspeed"] and attempts[0]["sizes"]["accumulation"] == 2
-    assert len(list((run / "tensorboard").iterdir())) == 4
+    assert len(list((run / "tensorboard").iterdir())) == 5
     assert (run / "checkpoints" / "latest").read_text() == "global_step14"
     for rank in (0, 1):
         assert "saved" in (run / "logs" / f"rank_{rank}.log").read_text()
