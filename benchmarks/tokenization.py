@@ -106,7 +106,7 @@ def main() -> None:
         ceiling = []
         for _ in range(3):
             begin = time.perf_counter()
-            gigatoken.Tokenizer(str(tokenizer)).encode_files(gigatoken.JsonlFileSource(str(text), field="text"))
+            gigatoken.Tokenizer(str(tokenizer)).encode_files(gigatoken.JsonlFileSource([str(text)], field="text"))
             ceiling.append(size / (time.perf_counter() - begin))
         slow = run_classic(text, tokenizer, Path(folder) / "classic", size / 10)
     ours, processing = size / sorted(wholes)[1], size / report["seconds"]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 from data_prep.errors import InputError
 from data_prep.sources import line_chunks
 
@@ -29,6 +31,14 @@ class BadRecord:
 
 def parse_record(line: bytes, key: str) -> str | BadRecord:
     """The text of one JSONL line, or why there is none. Values are never coerced: null is not the word "None"."""
+    # Nearly all records are good, and orjson reads those several times faster. It refuses bad UTF-8 and lone surrogates;
+    # whatever it refuses, or finds no text in, is looked at again below for the reason.
+    try:
+        text = orjson.loads(line)[key]
+        if isinstance(text, str) and text and not text.isspace():
+            return text
+    except (ValueError, KeyError, TypeError, IndexError):
+        pass
     line = line.removeprefix(BYTE_ORDER_MARK).strip()
     if not line:
         return BadRecord("blank", "blank line")

@@ -55,7 +55,7 @@ def _is_text(path: Path) -> bool:
     return name.suffix in TEXT_SUFFIXES
 
 
-def line_chunks(path: Path, chunk_bytes: int = 1 << 20) -> Iterator[tuple[int, list[bytes]]]:
+def line_chunks(path: Path, chunk_bytes: int = 1 << 22) -> Iterator[tuple[int, list[bytes]]]:
     """(number of the first line, lines) of about `chunk_bytes` of text each, decompressed by the name's suffix.
 
     All members of a .gz and all frames of a .zst or .xz are read. Raises InputError, naming the file, when it can't be
