@@ -63,7 +63,7 @@ class TokenFile:
         index_path, data_path = file_of(self.prefix, ".idx"), file_of(self.prefix, ".bin")
         for path in (index_path, data_path):
             if not path.is_file():
-                raise InputError(f"token file {path} does not exist; give the path without .bin/.idx")
+                raise InputError(f"token file {path} does not exist; python -m data_prep.tokenize_files makes one")
         index_size, data_size = index_path.stat().st_size, data_path.stat().st_size
         with open(index_path, "rb") as handle:
             header = handle.read(HEADER.size)

@@ -51,7 +51,8 @@ def prepare(
 def _prepare(arguments, world_size, accelerator, files, content) -> Prepared:
     recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config, arguments.resume)
     config = ds_config.load_ds_config(recipe.deepspeed_config, overrides)
-    ds_config.check_ds_config(config, recipe.deepspeed_config, accelerator)
+    where = " ".join([recipe.deepspeed_config, *(f"ds.{override}" for override in overrides)])
+    ds_config.check_ds_config(config, where, accelerator)
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size)
     if not files:
         return Prepared(recipe, config, sizes)

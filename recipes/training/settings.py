@@ -145,14 +145,14 @@ def load_recipe(
 
     raw, lines = _read_yaml(path)
     at = functools.partial(_at, path, lines)
-    overrides_by_key = [(key, parse_value(value), f"override {key}={value}") for key, value in pairs]
-    family = next((v for key, v, _ in reversed(overrides_by_key) if key == "model.family"), None)
+    family = next((value for key, value in reversed(pairs) if key == "model.family"), None)
     family_at = f"override model.family={family}" if family else at("model.family")
     if family is None:
         if not isinstance(raw.get("model"), dict):
             raise InputError(f"{at('model')}: model is a section with keys of its own, not {raw.get('model')!r}")
         family = raw["model"].get("family")
     known = models.family(family, family_at).Settings
+    overrides_by_key = [(key, _typed(key, value, known), f"override {key}={value}") for key, value in pairs]
     schema = OmegaConf.structured(Recipe)
     OmegaConf.update(schema, "model", OmegaConf.structured(known))
 
@@ -364,6 +364,18 @@ def parse_value(text: str):
         except ValueError:
             return text
     return value if isinstance(value, (bool, int, float, list, dict, type(None))) else text
+
+
+def _typed(key: str, text: str, model_class):
+    """An override's value: of a text setting the text as it stands (name=010), else as `parse_value` reads it."""
+    settings, (*sections, last) = Recipe, key.split(".")
+    for section in sections:
+        fields = {f.name: f.default_factory for f in dataclasses.fields(settings)}
+        settings = model_class if settings is Recipe and section == "model" else fields.get(section)
+        if not dataclasses.is_dataclass(settings):
+            return parse_value(text)
+    annotation = next((f.type for f in dataclasses.fields(settings) if f.name == last), None)
+    return text if annotation == "str" or annotation == "str | None" and text != "null" else parse_value(text)
 
 
 def _check_keys(values: dict, recipe_class, model_class, prefix: str, where) -> None:

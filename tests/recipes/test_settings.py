@@ -114,6 +114,12 @@ def test_numbers_on_the_command_line(tiny):
     ]
 
 
+@pytest.mark.parametrize("name", ["010", "on", "1_0", "2024-01-01", "a #b", "null"])
+def test_text_settings_are_taken_as_they_stand(tiny, name):
+    recipe, _ = load_recipe(tiny, [f"name={name}", "data.tokenizer=null"])
+    assert recipe.name == name and recipe.data.tokenizer is None
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
