@@ -1,3 +1,4 @@
+import hashlib
 import json
 import subprocess
 import sys
@@ -5,6 +6,7 @@ import sys
 import numpy as np
 import pytest
 
+from benchmarks import megatron_order
 from data_prep.errors import InputError
 from data_prep.samples import Blend, DataSpec, EpochSource, MegatronSource, SampleStream
 from data_prep.token_file import TokenFile
@@ -111,6 +113,23 @@ def test_megatron_order(tmp_path, wanted, separate):
     for number in range(wanted):
         start = int(shuffled[number]) * 8
         assert source.sample(number).tolist() == stream[start : start + 9].tolist()
+
+
+# Printed by `python benchmarks/megatron_order.py`: the samples of megatron-core 0.16.1's own datasets.
+MEGATRON_CORE = {
+    ((1.0,), 5): "10d18a8c31161afd59ce16b87f0a47b8fdcacab70cfaca37338ae54435391bfd",
+    ((1.0,), 70): "efcfe6b83983ca904d2c9d795ca4f591a7c2d708e47236cb124d0f9de1e7c12d",
+    ((1.0,), 90): "38cfcbc8c7f18b286668f85ace8b5585b85e8d6acb166e59b4a9c68de1a40368",
+    ((1.0,), 500): "3e898e7a88e5f3b55737bd781308df8a690c1f4f97bc200fadea36fd9a222e51",
+    ((2.0, 1.0), 20): "d9eda8174be7a0e05124fb260c8f0ede0faeae1425c2ec588d4c04e545ffe5fa",
+    ((2.0, 1.0), 400): "a2f66e8c9f59e5065bc8f1148c6faccaef00549ab9bc79fbe6f84251448c38aa",
+}
+
+
+@pytest.mark.parametrize(("weights", "wanted"), MEGATRON_CORE)
+def test_samples_are_those_of_megatron_core(tmp_path, weights, wanted):
+    samples = megatron_order.our_samples(megatron_order.write_files(tmp_path), weights, wanted)
+    assert hashlib.sha256(samples.tobytes()).hexdigest() == MEGATRON_CORE[weights, wanted]
 
 
 def test_blend_keeps_every_prefix_within_one_of_its_share():
