@@ -1,7 +1,7 @@
 """Tokenize JSONL files into one MMIDIDX token file pair, the format that Megatron and gpt-neox read.
 
 The output is PREFIX_KEY_document.bin and .idx, with PREFIX_KEY_document.json beside them, which records sources, counts,
-tokenizer and versions. The bytes depend on neither the number of workers nor the chunking.
+tokenizer and versions, and .rejects.txt, which names the bad records that were left out, if any. The bytes depend on neither the number of workers nor the chunking.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.files import write_json
+from data_prep.files import atomic_open, make_directory, write_json
 from data_prep.records import HARMLESS, BadRecord, parse_record
 from data_prep.sources import COMPRESSED, find_inputs, line_chunks
 from data_prep.token_file import TokenFileWriter, file_of, token_dtype
@@ -35,7 +35,7 @@ class Chunk:
     lengths: np.ndarray
     bytes_read: int
     counts: Counter = field(default_factory=Counter)
-    first_bad: tuple[int, BadRecord] | None = None
+    bad: list[tuple[int, BadRecord]] = field(default_factory=list)
 
 
 class ChunkTokenizer:
@@ -56,13 +56,13 @@ class ChunkTokenizer:
         self.dtype = token_dtype(self.tokenizer.vocab_size)
 
     def __call__(self, first_line: int, lines: list[bytes]) -> Chunk:
-        texts, counts, first_bad = [], Counter(), None
+        texts, counts, bad = [], Counter(), []
         for number, line in enumerate(lines, first_line):
             text = parse_record(line, self.key)
             if isinstance(text, BadRecord):
                 counts[text.reason] += 1
-                if first_bad is None and text.reason not in HARMLESS:
-                    first_bad = (number, text)
+                if text.reason not in HARMLESS:
+                    bad.append((number, text))
                 continue
             counts["special_in_text"] += any(token in text for token in self.tokenizer.special_tokens)
             texts.append(text)
@@ -71,7 +71,7 @@ class ChunkTokenizer:
         lengths = lengths[lengths > 0]
         if self.append_eod:
             ids, lengths = np.insert(ids, np.cumsum(lengths), self.tokenizer.end_id), lengths + 1
-        return Chunk(ids.astype(self.dtype), lengths, sum(map(len, lines)), counts, first_bad)
+        return Chunk(ids.astype(self.dtype), lengths, sum(map(len, lines)), counts, bad)
 
 
 _worker: ChunkTokenizer
@@ -131,7 +131,7 @@ def tokenize(
     append_eod: bool = True,
     engine: str = "auto",
 ) -> dict:
-    """Write `output_prefix`_KEY_document.{bin,idx,json} from the records of `paths`; returns the report in the .json.
+    """Write `output_prefix`_KEY_document.{bin,idx,json,rejects.txt} from the records of `paths`; returns the report in the .json.
 
     Raises InputError, leaving no output: for a missing file or tokenizer, a tokenizer without an end token when
     `append_eod`, the first bad record when `on_bad_record` is "stop", and when no document is left.
@@ -152,29 +152,33 @@ def tokenize(
     # Text of compressed files is larger than they are, by a factor that only reading them tells.
     plain = all(path.suffix not in COMPRESSED for path in paths)
     size, text_bytes = sum(path.stat().st_size for path in paths) if plain else None, 0
+    make_directory(prefix.parent, "output directory")
     with (
+        atomic_open(file_of(prefix, ".rejects.txt")) as rejects,
         TokenFileWriter(prefix, tokenizer.vocab_size) as writer,
         tqdm(total=size, unit="B", unit_scale=True, disable=None, desc="tokenizing") as progress,
     ):
         for path, chunk in tokenized_chunks(paths, workers, encoder, tokenizer_path, json_key, append_eod):
-            if chunk.first_bad and on_bad_record == "stop":
-                line, bad = chunk.first_bad
-                raise InputError(f"{path}:{line}: {bad.detail}; mend the record or pass --on_bad_record skip")
+            for line, bad in chunk.bad:
+                if on_bad_record == "stop":
+                    raise InputError(f"{path}:{line}: {bad.detail}; mend the record or pass --on_bad_record skip")
+                rejects.write(f"{path}:{line}: {bad.reason}: {bad.detail}\n")
             writer.add(chunk.ids, chunk.lengths)
             counts.update(chunk.counts)
             progress.update(chunk.bytes_read)
             text_bytes += chunk.bytes_read
         if writer.documents:  # about to be published: the old record must not stand beside the new tokens
             file_of(prefix, ".json").unlink(missing_ok=True)
+    left_out = {reason: count for reason, count in sorted(counts.items()) if count and reason != "special_in_text"}
+    if not set(left_out) - set(HARMLESS):
+        file_of(prefix, ".rejects.txt").unlink()
     report = {
         "documents": writer.documents,
         "tokens": writer.total_tokens,
         "max_token_id": writer.max_token_id,
         "vocab_size": tokenizer.vocab_size,
         "dtype": writer.dtype.name,
-        "left_out": {
-            reason: count for reason, count in sorted(counts.items()) if count and reason != "special_in_text"
-        },
+        "left_out": left_out,
         "special_in_text": counts["special_in_text"],
         "sources": [{"path": str(path.resolve()), "bytes": path.stat().st_size} for path in paths],
         "text_bytes": text_bytes,

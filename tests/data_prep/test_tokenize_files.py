@@ -68,6 +68,20 @@ def test_skip_mode_counts_by_reason(tmp_path, tokenizer, capsys, workers):
     report = json.loads(file_of(tokens.prefix, ".json").read_text())
     assert report["left_out"] == {"bad_json": 1, "blank": 1, "missing_key": 1, "null": 1, "wrong_type": 3}
     assert texts(tokens, tokenizer) == ["ok"]
+    rejects = file_of(tokens.prefix, ".rejects.txt").read_text().splitlines()
+    assert [line.split(": ")[:2] for line in rejects] == [
+        [f"{tmp_path / 'in.jsonl'}:{number}", reason]
+        for number, reason in (
+            (2, "missing_key"),
+            (3, "null"),
+            (4, "wrong_type"),
+            (5, "wrong_type"),
+            (6, "wrong_type"),
+            (8, "bad_json"),
+        )
+    ]
+    run(tmp_path, tokenizer, '{"text":"all good"}\n', "--overwrite")
+    assert not file_of(tokens.prefix, ".rejects.txt").exists()
 
 
 def test_bad_utf8_and_lone_surrogates(tmp_path, tokenizer):
