@@ -5,10 +5,10 @@ Exit code 0 when the run could start, 2 with one line saying what must be mended
 
 from __future__ import annotations
 
-import os
 import sys
 
 from data_prep.errors import InputError, run_command
+from launch.run import find_accelerator
 from recipes import models
 from recipes.training.ds_config import precision, zero_stage
 from recipes.training.prepare import prepare
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments.overrides or "=" in arguments.overrides[0]:
         raise InputError(f"name a recipe first, or pass --all; usage: {usage}")
     arguments.recipe, *arguments.overrides = arguments.overrides
-    print(describe(prepare(arguments, arguments.world_size, os.environ.get("DS_ACCELERATOR"))))
+    print(describe(prepare(arguments, arguments.world_size, find_accelerator())))
     print("ok")
     return 0
 

@@ -9,6 +9,7 @@ port 29500 whether it is free or not, and buries a rank's error under its own li
 from __future__ import annotations
 
 import difflib
+import glob
 import os
 import signal
 import socket
@@ -37,6 +38,10 @@ WITH_VALUE = """
     --node_rank --launcher --launcher_args --enable_each_rank_log --autotuning --bind_core_list --ssh_port --venv_script
     --log_level
     """.split()
+# Device files of accelerators that DeepSpeed knows: NVIDIA (under WSL too), AMD, Intel, Habana, Ascend.
+DEVICE_FILES = (
+    "/dev/nvidia[0-9]* /dev/dxg /dev/kfd /dev/dri/renderD* /dev/accel/* /dev/hl[0-9]* /dev/davinci[0-9]*".split()
+)
 GRACE_S = 10  # for what outlives the launcher and its ranks
 
 
@@ -116,7 +121,16 @@ def find_script(script: str, options: dict[str, str]) -> str:
     return str(found)
 
 
-def check_script(script: str, arguments: list[str], options: dict[str, str]) -> Path | None:
+def find_accelerator() -> str | None:
+    """DeepSpeed's name of the accelerator where that takes no look at the devices: as set, or "cpu" on a Linux without any."""
+    if "DS_ACCELERATOR" in os.environ:
+        return os.environ["DS_ACCELERATOR"]
+    if sys.platform.startswith("linux") and not any(glob.glob(pattern) for pattern in DEVICE_FILES):
+        return "cpu"
+    return None
+
+
+def check_script(script: str, arguments: list[str], options: dict[str, str], accelerator: str | None) -> Path | None:
     """Check what the entry script would check; returns its run directory, None for a script that is not ours."""
     if "--module" in options:
         ours = script == "recipes.pretrain"
@@ -126,7 +140,6 @@ def check_script(script: str, arguments: list[str], options: dict[str, str]) -> 
         return None
     from recipes import pretrain
 
-    accelerator = os.environ.get("DS_ACCELERATOR")
     prepared = prepare(pretrain.parse_arguments(arguments), world_size_of(options), accelerator)
     check_unlocked(prepared.recipe.run_directory)
     return prepared.recipe.run_directory
@@ -258,7 +271,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     options, launcher_arguments, script, arguments = split_command(argv)
     script = find_script(script, options)
-    run_directory = check_script(script, arguments, options)
+    accelerator = find_accelerator()
+    run_directory = check_script(script, arguments, options, accelerator)
     port = check_launcher(options)
     added = [] if "--master_port" in options else ["--master_port", str(port)]
     if "--log_level" not in options:
@@ -266,6 +280,9 @@ def main(argv: list[str] | None = None) -> int:
     print(f"checks passed; starting on port {port}", flush=True)
     # A rank is known by its RANK: one in our own environment (a pod of a job operator) must not reach the launcher.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    if accelerator == "cpu" and "DS_ACCELERATOR" not in os.environ:
+        print("no accelerator on this machine: training on the CPU (DS_ACCELERATOR=cpu)", flush=True)
+        environment["DS_ACCELERATOR"] = accelerator  # else DeepSpeed warns of the same, twice
     with tempfile.TemporaryDirectory() as folder:
         refusal = Path(folder) / "refused"
         environment[faults.REPORT_VARIABLE] = str(refusal)

@@ -146,6 +146,18 @@ def test_check_compares_vocabularies(tmp_path):
     assert check.main([str(recipe), f"data.tokenizer={tmp_path / 'tokenizer'}", "model.vocab_size=128"]) == 0
 
 
+def test_a_machine_without_devices_trains_on_the_cpu(monkeypatch, tiny):
+    monkeypatch.delenv("DS_ACCELERATOR")
+    monkeypatch.setattr(run, "DEVICE_FILES", ["/nowhere*"])
+    assert run.find_accelerator() == "cpu"
+    with pytest.raises(InputError, match="a CPU can't train in fp16"):
+        check.main([str(tiny), "ds.fp16.enabled=true"])
+    monkeypatch.setattr(run, "DEVICE_FILES", ["/dev/null"])
+    assert run.find_accelerator() is None
+    monkeypatch.setenv("DS_ACCELERATOR", "cuda")
+    assert run.find_accelerator() == "cuda"
+
+
 def test_scripts_are_found_from_any_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert Path(run.find_script("recipes/pretrain.py", {})).is_file()
