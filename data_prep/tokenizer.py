@@ -74,16 +74,15 @@ class TextTokenizer:
 class GigatokenEncoder:
     """The same ids as `tokenizer.encode`, by gigatoken: a hundred times faster where it supports the tokenizer.
 
-    Raises ValueError when it does not.
+    Whether it does is for `choose_encoder` to find out: what a foreign tokenizer makes gigatoken raise is not documented.
     """
 
     def __init__(self, tokenizer: TextTokenizer):
         import gigatoken
 
-        self._exact = tokenizer
         definition = json.loads(tokenizer.definition)
         # gigatoken always takes special tokens in the text for control tokens; without them they are text.
-        definition["added_tokens"] = [token for token in definition["added_tokens"] if not token["special"]]
+        definition["added_tokens"] = [token for token in definition.get("added_tokens", []) if not token["special"]]
         definition["post_processor"] = None
         self._tokenizer = gigatoken.Tokenizer.from_json(json.dumps(definition))
 

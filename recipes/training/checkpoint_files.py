@@ -117,8 +117,9 @@ def read_manifest(path: Path) -> dict:
         raise InputError("it has no manifest.json: it was never finished") from None
     except (ValueError, OSError):
         raise InputError("its manifest.json can't be read") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        manifest = manifest if isinstance(manifest, dict) else {}
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+        raise InputError("its manifest.json lists no files")
+    if manifest.get("format") != FORMAT:
         raise InputError(f"its manifest has format {manifest.get('format')!r}; this version reads {FORMAT}")
     return manifest
 

@@ -106,9 +106,8 @@ def record_end(recipe, step: int, signal_name: str | None) -> None:
     if finished:
         logger.info("finished at step %d: %s", step, recipe.run_directory)
     else:
-        logger.info(
-            "stopped at step %d of %d by %s; the same command goes on from here", step, recipe.total_steps, cause
-        )
+        again = "the same command" + ("" if recipe.checkpoint.resume == "latest" else " with --resume latest")
+        logger.info("stopped at step %d of %d by %s; %s goes on from here", step, recipe.total_steps, cause, again)
 
 
 def start_logging(directory: Path, rank: int) -> None:

@@ -334,11 +334,7 @@ def _find_recipe(path: str | Path) -> Path:
     if path.is_file():
         return path.resolve()
     if len(path.parts) == 1 and path.suffix in ("", ".yaml"):
-        named = (
-            REPOSITORY / "recipes" / f"{path.stem}.yaml"
-            if path.suffix
-            else REPOSITORY / "recipes" / f"{path.name}.yaml"
-        )
+        named = REPOSITORY / "recipes" / f"{path.stem}.yaml"
         if named.is_file():
             return named
     names = sorted(p.stem for p in (REPOSITORY / "recipes").glob("*.yaml"))

@@ -1,3 +1,4 @@
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,9 +62,17 @@ def test_reading_errors_reach_the_caller(tmp_path):
     loader.close()
 
 
-def test_wait_is_measured_and_closing_does_not_hang(tmp_path):
+def test_wait_is_measured_and_closing_does_not_hang(tmp_path, monkeypatch):
+    read, allowed = SampleStream.sample, threading.Event()
+
+    def read_when_allowed(self, number):
+        allowed.wait()
+        return read(self, number)
+
+    monkeypatch.setattr(SampleStream, "sample", read_when_allowed)
     loader = StepLoader(stream(tmp_path), sizes(2, 2, 1), rank=0, ahead=1)
+    threading.Timer(0.2, allowed.set).start()
     loader.next()
-    assert loader.wait_s >= 0
+    assert loader.wait_s > 0.1
     loader.close()
     assert not loader._thread.is_alive()

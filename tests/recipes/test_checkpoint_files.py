@@ -107,7 +107,7 @@ def test_publishing_again_keeps_the_old_one(directory):
     assert (directory / "latest").read_text() == "global_step4"
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", "5"])
+@pytest.mark.parametrize("content", ["[1]", "{}", "5", '{"format": 1}'])
 def test_manifest_that_is_none(directory, content):
     (directory / "global_step4" / "manifest.json").write_text(content)
     assert files.step_of(files.find(directory, "latest").chosen) == 2

@@ -143,7 +143,7 @@ def test_each_rank_has_its_own_randomness(runs):
     assert not torch.equal(*states)
 
 
-def test_nothing_was_compiled_and_no_rank_is_left(runs):
+def test_no_rank_is_left(runs):
     left = [p for p in psutil.process_iter(["cmdline"]) if str(runs[1]) in " ".join(p.info["cmdline"] or [])]
     assert left == []
 

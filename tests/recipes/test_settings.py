@@ -160,3 +160,5 @@ def test_shipped_recipes_load_by_name_and_comment_every_setting():
     for path in (REPOSITORY / "recipes").glob("*.yaml"):
         assert load_recipe(path.stem)[0].name == path.stem
         assert (REPOSITORY / "ds_configs" / f"{path.stem}.json").is_file()
+        settings = [line for line in path.read_text().splitlines() if ":" in line and not line.startswith("#")]
+        assert [line for line in settings if "#" not in line and not line.rstrip().endswith(":")] == []

@@ -1,0 +1,28 @@
+import json
+import logging
+
+import pytest
+
+from recipes.training import run_directory
+from recipes.training.settings import load_recipe
+
+
+@pytest.mark.parametrize(
+    ("resume", "step", "state", "said"),
+    [
+        ("latest", 3, "stopped", "stopped at step 3 of 8 by SIGTERM; the same command goes on from here"),
+        # The same command would move the run aside, or go back to step 2.
+        ("none", 3, "stopped", "the same command with --resume latest goes on from here"),
+        ("2", 3, "stopped", "the same command with --resume latest goes on from here"),
+        ("latest", 8, "finished", "finished at step 8"),
+    ],
+)
+def test_the_closing_line_says_how_to_go_on(tiny, caplog, resume, step, state, said):
+    recipe, _ = load_recipe(tiny, resume=resume)
+    recipe.run_directory.mkdir(parents=True)
+    with caplog.at_level(logging.INFO, "recipes"):
+        run_directory.record_end(recipe, step, "SIGTERM")
+    assert said in caplog.text
+    written = json.loads((recipe.run_directory / "state.json").read_text())
+    assert (written["state"], written["step"]) == (state, step)
+    assert written["cause"] == ("SIGTERM" if state == "stopped" else None)
