@@ -22,12 +22,15 @@ class StepBatch:
     Attributes:
         inputs: int64 [accumulation, micro_batch, seq_length].
         labels: the same shape; labels[..., t] is the token that follows inputs[..., t], or IGNORED_LABEL.
+        positions: the same shape, with a document mask: the position in the document, 0 at the row's begin and where a
+            document begins, which is how attention finds the borders too; else None.
         samples: int64 [accumulation, micro_batch], sample numbers of the run.
         tokens: labels that count in the loss.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
+    positions: np.ndarray | None
     samples: np.ndarray
     tokens: int
 
@@ -47,11 +50,34 @@ def rank_samples(consumed: int, micro_batch: int, accumulation: int, data_parall
 
 
 def collate(stream: SampleStream, samples: np.ndarray) -> StepBatch:
-    """Read `samples` [accumulation, micro_batch] and cut inputs and labels: the one place where labels are shifted."""
-    rows = np.stack([stream.sample(int(number)) for number in samples.ravel()]).astype(np.int64)
-    rows = rows.reshape(*samples.shape, -1)
-    labels = rows[..., 1:]
-    return StepBatch(rows[..., :-1], labels, samples, int((labels != IGNORED_LABEL).sum()))
+    """Read `samples` [accumulation, micro_batch] and cut inputs and labels: the one place where labels are shifted.
+
+    With a document mask, the label at a document's last token, which is the next document's first, counts nowhere.
+
+    Raises InputError for an id outside the vocabulary, naming its document.
+    """
+    numbers = samples.ravel().tolist()
+    length = stream.spec.seq_length
+    rows = np.empty((len(numbers), length + 1), dtype=np.int64)
+    borders = []
+    for row, number in zip(rows, numbers, strict=True):
+        row[:], begins = stream.read(number)
+        borders.append(begins)
+    if rows.max() >= stream.spec.vocab_size or rows.min() < 0:
+        wrong = np.flatnonzero(((rows >= stream.spec.vocab_size) | (rows < 0)).any(axis=1))
+        stream.refuse(numbers[wrong[0]])
+    labels, positions = rows[:, 1:], None
+    if stream.spec.document_mask:
+        labels = labels.copy()
+        positions = np.tile(np.arange(length), (len(numbers), 1))
+        for row, begins in enumerate(borders):
+            for begin in begins:
+                labels[row, begin - 1] = IGNORED_LABEL
+                positions[row, begin:] = np.arange(length - begin)
+        positions = positions.reshape(*samples.shape, length)
+    shape = (*samples.shape, length)
+    tokens = labels.size - sum(map(len, borders)) if stream.spec.document_mask else labels.size
+    return StepBatch(rows[:, :-1].reshape(shape), labels.reshape(shape), positions, samples, tokens)
 
 
 class StepLoader:
