@@ -56,28 +56,23 @@ def collate(stream: SampleStream, samples: np.ndarray) -> StepBatch:
 
     Raises InputError for an id outside the vocabulary, naming its document.
     """
-    numbers = samples.ravel().tolist()
     length = stream.spec.seq_length
-    rows = np.empty((len(numbers), length + 1), dtype=np.int64)
-    borders = []
-    for row, number in zip(rows, numbers, strict=True):
-        row[:], begins = stream.read(number)
-        borders.append(begins)
-    if rows.max() >= stream.spec.vocab_size or rows.min() < 0:
-        wrong = np.flatnonzero(((rows >= stream.spec.vocab_size) | (rows < 0)).any(axis=1))
-        stream.refuse(numbers[wrong[0]])
-    labels, positions = rows[:, 1:], None
+    # Ascending, as `rank_samples` makes them, but for the repeated last one of a short validation.
+    rows, borders = stream.read(samples.ravel())
+    inputs, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+    positions, tokens, shape = None, labels.size, (*samples.shape, length)
     if stream.spec.document_mask:
-        labels = labels.copy()
-        positions = np.tile(np.arange(length), (len(numbers), 1))
-        for row, begins in enumerate(borders):
-            for begin in begins:
-                labels[row, begin - 1] = IGNORED_LABEL
-                positions[row, begin:] = np.arange(length - begin)
-        positions = positions.reshape(*samples.shape, length)
-    shape = (*samples.shape, length)
-    tokens = labels.size - sum(map(len, borders)) if stream.spec.document_mask else labels.size
-    return StepBatch(rows[:, :-1].reshape(shape), labels.reshape(shape), positions, samples, tokens)
+        row = np.repeat(np.arange(len(borders)), [len(begins) for begins in borders])
+        begin = np.fromiter((begin for begins in borders for begin in begins), np.int64, len(row))
+        labels[row, begin - 1] = IGNORED_LABEL
+        tokens -= len(row)
+        positions = np.zeros((len(borders), length), dtype=np.int64)
+        inside = begin < length
+        positions[row[inside], begin[inside]] = begin[inside]
+        np.maximum.accumulate(positions, axis=1, out=positions)  # where each token's document begins
+        np.subtract(np.arange(length), positions, out=positions)
+        positions = positions.reshape(shape)
+    return StepBatch(inputs.reshape(shape), labels.reshape(shape), positions, samples, tokens)
 
 
 class StepLoader:

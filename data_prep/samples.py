@@ -13,6 +13,7 @@ Several sources are blended as Megatron's BlendedDataset does it. Positions are 
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import math
 from collections import OrderedDict
@@ -28,19 +29,17 @@ from data_prep.order_cache import OrderCache
 from data_prep.remote import RemoteFiles
 from data_prep.token_file import Tokens, is_url, open_tokens
 
-NO_BORDERS: list[int] = []
-
 
 class Source(Protocol):
     """Something that yields sample k, k = 0, 1, ...
 
-    `read` gives [seq_length + 1] token ids in the stored dtype, and the positions 1 .. seq_length at which a document
-    begins.
+    `read` fills `rows`, [samples, seq_length + 1], with the token ids of samples `numbers` and returns for each the
+    positions 1 .. seq_length at which a document begins.
     """
 
     samples_per_epoch: int
 
-    def read(self, number: int) -> tuple[np.ndarray, list[int]]: ...
+    def read(self, numbers: np.ndarray, rows: np.ndarray) -> list[list[int]]: ...
 
     def describe(self, number: int) -> str: ...
 
@@ -72,24 +71,22 @@ class DocumentStream:
         entry = self.starts.searchsorted(position, side="right") - 1
         return entry, position - self.starts[entry]
 
-    def read(self, position: int, count: int) -> tuple[np.ndarray, list[int]]:
-        """([count] token ids from stream position `position` on, where in them a document begins, 0 left out)."""
-        entry = int(self.starts.searchsorted(position, side="right")) - 1
-        offset = position - int(self.starts[entry])
-        piece = self.tokens.document(int(self.order[entry]))[offset : offset + count]
-        filled = len(piece)
-        if filled == count:
-            return piece, NO_BORDERS
-        out, borders = np.empty(count, dtype=self.tokens.dtype), []
-        out[:filled] = piece
-        while filled < count:
-            entry += 1
-            piece = self.tokens.document(int(self.order[entry]))[: count - filled]
-            if len(piece):
-                borders.append(filled)
-                out[filled : filled + len(piece)] = piece
-                filled += len(piece)
-        return out, borders
+    def read(self, positions: np.ndarray, rows: np.ndarray) -> list[list[int]]:
+        """Fill each row with token ids from its stream position on; returns where in it a document begins, 0 left out."""
+        length = rows.shape[1]
+        first, offsets = self.locate(positions)
+        end = self.starts.searchsorted(positions + length, side="left")
+        borders = []
+        for row, entry, stop, offset in zip(rows, first.tolist(), end.tolist(), offsets.tolist(), strict=True):
+            filled, begins = 0, []
+            for document in self.order[entry:stop].tolist():
+                piece = self.tokens.document(document)[offset : offset + length - filled]
+                if len(piece):  # some documents are empty
+                    begins.append(filled)
+                    row[filled : filled + len(piece)] = piece
+                    filled, offset = filled + len(piece), 0
+            borders.append(begins[1:])
+        return borders
 
 
 class EpochSource:
@@ -135,10 +132,13 @@ class EpochSource:
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
 
-    def read(self, number: int) -> tuple[np.ndarray, list[int]]:
-        epoch, within = divmod(number, self.samples_per_epoch)
+    def read(self, numbers: np.ndarray, rows: np.ndarray) -> list[list[int]]:
+        epoch, last = (int(number) // self.samples_per_epoch for number in (numbers[0], numbers[-1]))
+        if epoch != last:  # numbers ascend; the rows of the first epoch, then the others
+            cut = int(np.searchsorted(numbers, (epoch + 1) * self.samples_per_epoch))
+            return self.read(numbers[:cut], rows[:cut]) + self.read(numbers[cut:], rows[cut:])
         stream, samples = self._epoch(epoch)
-        return stream.read(int(samples[within]) * self.seq_length, self.seq_length + 1)
+        return stream.read(samples[numbers - epoch * self.samples_per_epoch] * self.seq_length, rows)
 
     def describe(self, number: int) -> str:
         epoch, within = divmod(number, self.samples_per_epoch)
@@ -200,8 +200,8 @@ class MegatronSource:
         index[0] = 0  # Megatron's first row is (0, 0) even when the first document is empty
         return index
 
-    def read(self, number: int) -> tuple[np.ndarray, list[int]]:
-        return self._stream.read(int(self.shuffle_index[number]) * self.seq_length, self.seq_length + 1)
+    def read(self, numbers: np.ndarray, rows: np.ndarray) -> list[list[int]]:
+        return self._stream.read(self.shuffle_index[numbers].astype(np.int64) * self.seq_length, rows)
 
     def describe(self, number: int) -> str:
         entry, offset = self._stream.locate(int(self.shuffle_index[number]) * self.seq_length)
@@ -219,9 +219,11 @@ class SyntheticSource:
     def __init__(self, vocab_size: int, seq_length: int, seed: int):
         self.vocab_size, self.seq_length, self.seed = vocab_size, seq_length, seed
 
-    def read(self, number: int) -> tuple[np.ndarray, list[int]]:
-        uniform = _random_state(self.seed, number).random_sample(self.seq_length + 1)
-        return (uniform**3 * self.vocab_size).astype(np.int64), NO_BORDERS
+    def read(self, numbers: np.ndarray, rows: np.ndarray) -> list[list[int]]:
+        for number, row in zip(numbers.tolist(), rows, strict=True):
+            uniform = _random_state(self.seed, number).random_sample(self.seq_length + 1)
+            row[:] = (uniform**3 * self.vocab_size).astype(np.int64)
+        return [[] for _ in rows]
 
     def describe(self, number: int) -> str:
         return f"synthetic sample {number}"
@@ -285,7 +287,7 @@ class SampleStream:
         self.spec = spec
         cache = OrderCache(None if spec.cache_dir is None else Path(spec.cache_dir) / "index")
         if spec.files is None:
-            self.phases, self.files = [Phase(0, [0], Blend([1.0]), [0])], []
+            self.phases, self._starts, self.files = [Phase(0, [0], Blend([1.0]), [0])], [0], []
             self.sources: list[Source] = [SyntheticSource(spec.vocab_size, spec.seq_length, spec.seed)]
             return
         plan = [(0, spec.files), *spec.phases]
@@ -320,6 +322,11 @@ class SampleStream:
                 )
                 for file, weight in zip(self.files, self.phases[0].blend.weights, strict=True)
             ]
+
+    @functools.cached_property
+    def dtype(self) -> np.dtype:
+        """Holds every id of every source."""
+        return np.result_type(*(file.dtype for file in self.files)) if self.files else np.dtype(np.int64)
 
     @property
     def samples_per_epoch(self) -> int:
@@ -392,35 +399,43 @@ class SampleStream:
             lines.append(f"data: {start}{sum(counts):,} samples of {self.spec.seq_length} tokens: {', '.join(parts)}")
         return "\n".join(lines)
 
-    def _find(self, number: int) -> tuple[Source, int]:
-        if self.spec.files is None:
-            return self.sources[0], number
-        phase = self.phases[bisect.bisect_right(self._starts, number) - 1 if len(self._starts) > 1 else 0]
+    def _find(self, number: int) -> tuple[int, int]:
+        """(place in `sources`, sample number within that source)."""
+        phase = self.phases[bisect.bisect_right(self._starts, number) - 1]
         source, within = phase.blend.draw(number - phase.start)
-        return self.sources[phase.sources[source]], phase.begun[source] + within
+        return phase.sources[source], phase.begun[source] + within
 
-    def read(self, number: int) -> tuple[np.ndarray, list[int]]:
-        """Sample `number`: ([seq_length + 1] ids, positions 1 .. seq_length at which a document begins)."""
-        source, within = self._find(number)
-        return source.read(within)
+    def read(self, numbers: np.ndarray) -> tuple[np.ndarray, list[list[int]]]:
+        """Samples `numbers`, ascending: ([samples, seq_length + 1] ids, for each the positions at which a document begins).
+
+        Raises InputError for an id outside the vocabulary, naming its document.
+        """
+        rows = np.empty((len(numbers), self.spec.seq_length + 1), dtype=self.dtype)
+        if len(self.sources) == 1:
+            borders = self.sources[0].read(numbers, rows)
+        else:
+            places = np.array([self._find(number) for number in numbers.tolist()])
+            borders = [[] for _ in rows]
+            for source in np.unique(places[:, 0]):
+                chosen = np.flatnonzero(places[:, 0] == source)
+                part = np.empty((len(chosen), rows.shape[1]), dtype=self.dtype)
+                for row, begins in zip(chosen, self.sources[source].read(places[chosen, 1], part), strict=True):
+                    borders[row] = begins
+                rows[chosen] = part
+        if rows.max() >= self.spec.vocab_size or rows.min() < 0:
+            wrong = (rows >= self.spec.vocab_size) | (rows < 0)
+            row = int(np.flatnonzero(wrong.any(axis=1))[0])
+            source, within = self._find(int(numbers[row]))
+            raise InputError(
+                f"token id {int(rows[row][wrong[row]][0])} is outside the model's vocabulary of {self.spec.vocab_size} "
+                f"(sample from {self.sources[source].describe(within)}): the files were made with another tokenizer; set "
+                "model.vocab_size or tokenize again"
+            )
+        return rows, borders
 
     def sample(self, number: int) -> np.ndarray:
-        """The ids of sample `number`, [seq_length + 1]. Raises InputError for an id outside the vocabulary."""
-        ids, _ = self.read(number)
-        if ids.max() >= self.spec.vocab_size or ids.min() < 0:
-            self.refuse(number)
-        return ids
-
-    def refuse(self, number: int) -> None:
-        """Raises the InputError of a sample with an id outside the vocabulary, naming its document."""
-        source, within = self._find(number)
-        ids, _ = source.read(within)
-        wrong = ids[(ids >= self.spec.vocab_size) | (ids < 0)]
-        raise InputError(
-            f"token id {int(wrong[0])} is outside the model's vocabulary of {self.spec.vocab_size} (sample from "
-            f"{source.describe(within)}): the files were made with another tokenizer; set model.vocab_size or tokenize "
-            "again"
-        )
+        """The ids of sample `number`, [seq_length + 1]. Raises InputError as `read` does."""
+        return self.read(np.array([number]))[0][0]
 
     def fingerprint(self, order: str | None = None, num_samples: int | None = None) -> dict:
         """What the order depends on, as JSON values: compared when a run resumes.

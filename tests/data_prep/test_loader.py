@@ -65,9 +65,9 @@ def test_reading_errors_reach_the_caller(tmp_path):
 def test_wait_is_measured_and_closing_does_not_hang(tmp_path, monkeypatch):
     read, allowed = SampleStream.read, threading.Event()
 
-    def read_when_allowed(self, number):
+    def read_when_allowed(self, numbers):
         allowed.wait()
-        return read(self, number)
+        return read(self, numbers)
 
     monkeypatch.setattr(SampleStream, "read", read_when_allowed)
     loader = StepLoader(stream(tmp_path), sizes(2, 2, 1), rank=0, ahead=1)

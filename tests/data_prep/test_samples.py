@@ -18,11 +18,17 @@ def spec(*files, seq_length=4, order="epoch", num_samples=20, seed=3, vocab_size
     return DataSpec(pairs or None, seq_length, order, seed, num_samples, vocab_size, **more)
 
 
+def ids_of(source, number):
+    rows = np.empty((1, source.seq_length + 1), np.int64)
+    source.read(np.array([number]), rows)
+    return rows[0].tolist()
+
+
 @pytest.mark.parametrize(("ids", "samples"), [(13, 3), (12, 2)])
 def test_a_stream_is_cut_without_loss_or_overlap(tmp_path, ids, samples):
     source = EpochSource(TokenFile(write_tokens(tmp_path / "a", [np.arange(ids)])), 4, seed=0)
     assert source.samples_per_epoch == samples
-    drawn = sorted(source.read(n)[0].tolist() for n in range(samples))
+    drawn = sorted(ids_of(source, n) for n in range(samples))
     assert drawn == [list(range(4 * n, 4 * n + 5)) for n in range(samples)]
 
 
@@ -36,18 +42,19 @@ def test_one_token_documents(tmp_path):
     tokens = TokenFile(write_tokens(tmp_path / "a", [[5, 0], [6, 0], [7, 0]]))
     source = EpochSource(tokens, 2, seed=0)
     assert source.samples_per_epoch == 2
-    assert all(source.read(n)[0][1] == 0 or source.read(n)[0][0] == 0 for n in range(2))
+    assert all(ids_of(source, n)[1] == 0 or ids_of(source, n)[0] == 0 for n in range(2))
 
 
 def test_epochs_are_different_permutations_the_same_in_a_new_process(tmp_path):
     prefix = write_tokens(tmp_path / "a", [np.arange(n * 4, n * 4 + 4) for n in range(10)] + [[99]], 100)
     source = EpochSource(TokenFile(prefix), 4, seed=5)
-    epochs = [[source.read(10 * epoch + n)[0].tolist() for n in range(10)] for epoch in range(3)]
+    epochs = [[ids_of(source, 10 * epoch + n) for n in range(10)] for epoch in range(3)]
     assert all(len({tuple(s) for s in epoch}) == 10 for epoch in epochs)
     assert len({json.dumps(epoch) for epoch in epochs}) == 3
     program = (
         "import json, sys; from data_prep.samples import *; from data_prep.token_file import TokenFile\n"
-        "s = EpochSource(TokenFile(sys.argv[1]), 4, seed=5); print(json.dumps([s.read(n)[0].tolist() for n in range(30)]))"
+        "s, rows = EpochSource(TokenFile(sys.argv[1]), 4, seed=5), np.empty((30, 5), np.int64)\n"
+        "s.read(np.arange(30), rows); print(json.dumps(rows.tolist()))"
     )
     again = subprocess.run([sys.executable, "-c", program, str(prefix)], capture_output=True, text=True, check=True)
     assert json.loads(again.stdout) == [sample for epoch in epochs for sample in epoch]
@@ -112,7 +119,7 @@ def test_megatron_order(tmp_path, wanted, separate):
     stream = np.concatenate([documents[d] for d in order])
     for number in range(wanted):
         start = int(shuffled[number]) * 8
-        assert source.read(number)[0].tolist() == stream[start : start + 9].tolist()
+        assert ids_of(source, number) == stream[start : start + 9].tolist()
 
 
 # Printed by `python benchmarks/megatron_order.py`: the samples of megatron-core 0.16.1's own datasets.
@@ -215,7 +222,7 @@ def test_a_file_goes_on_in_the_next_phase_where_it_stood(tmp_path):
     of_a = drawn[:7] + drawn[8:23:2] + drawn[23:]
     assert of_a == [plain.sample(n).tolist() for n in range(7 + 8 + 17)]
     alone = SampleStream(spec((a, 1), (b, 1), vocab_size=1000))  # there b is the second file too
-    assert drawn[7:23:2] == [alone.sources[1].read(n)[0].tolist() for n in range(8)]
+    assert drawn[7:23:2] == [ids_of(alone.sources[1], n) for n in range(8)]
     assert changed.counts(40) == [32, 8] and changed.counts(9) == [8, 1]
     assert "from sample 7 on, 16 samples" in changed.summary(40)
 
