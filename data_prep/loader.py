@@ -22,17 +22,17 @@ class StepBatch:
     Attributes:
         inputs: int64 [accumulation, micro_batch, seq_length].
         labels: the same shape; labels[..., t] is the token that follows inputs[..., t], or IGNORED_LABEL.
-        positions: the same shape, with a document mask: the position in the document, 0 at the row's begin and where a
-            document begins, which is how attention finds the borders too; else None.
         samples: int64 [accumulation, micro_batch], sample numbers of the run.
         tokens: labels that count in the loss.
+        positions: like inputs, with a document mask: the position in the document, 0 at the row's begin and where a
+            document begins, which is how attention finds the borders too; else None.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
-    positions: np.ndarray | None
     samples: np.ndarray
     tokens: int
+    positions: np.ndarray | None = None
 
     def checksum(self) -> int:
         """CRC-32 of the inputs: two runs that read the same tokens agree on it."""
@@ -72,7 +72,7 @@ def collate(stream: SampleStream, samples: np.ndarray) -> StepBatch:
         np.maximum.accumulate(positions, axis=1, out=positions)  # where each token's document begins
         np.subtract(np.arange(length), positions, out=positions)
         positions = positions.reshape(shape)
-    return StepBatch(inputs.reshape(shape), labels.reshape(shape), positions, samples, tokens)
+    return StepBatch(inputs.reshape(shape), labels.reshape(shape), samples, tokens, positions)
 
 
 class StepLoader:
