@@ -299,7 +299,10 @@ def test_no_two_layers_or_experts_start_alike(family):
     for name, value in build_model(small(family, num_hidden_layers=4), 16, seed=1).named_parameters():
         for number, part in enumerate(value if value.dim() == 3 else [value]):
             if value.dim() > 1:
-                assert seen.setdefault(part.detach().flatten()[:8].numpy().tobytes(), f"{name} {number}") == f"{name} {number}"
+                assert (
+                    seen.setdefault(part.detach().flatten()[:8].numpy().tobytes(), f"{name} {number}")
+                    == f"{name} {number}"
+                )
 
 
 @pytest.mark.parametrize("family", SMALL)
