@@ -86,21 +86,19 @@ class SourceWeights:
         ]
         padded, wrong = [], []
         for name, shape in shapes.items():
-            if name in missing or (found := self._shape(name)) == tuple(shape):
+            if name in missing or (stored := self._shape(name)) == tuple(shape):
                 continue
-            if name in VOCABULARY and found[1:] == tuple(shape[1:]) and found[0] < shape[0]:
-                logger.info(
-                    "%s: the last %d of %d rows are not in model.init_from and stay as drawn",
-                    name,
-                    shape[0] - found[0],
-                    shape[0],
-                )
+            rows = shape[0] - stored[0]
+            if name in VOCABULARY and stored[1:] == tuple(shape[1:]) and rows > 0:
+                logger.info("%s: the last %d rows are not in model.init_from and stay as drawn", name, rows)
                 padded.append(name)
             else:
-                wrong.append(f"{name} {found} instead of {tuple(shape)}")
-        faults = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
-        if found := [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in faults.items() if names]:
-            raise InputError(f"model.init_from {self.directory} does not hold this model's weights: {'; '.join(found)}")
+                wrong.append(f"{name} {stored} instead of {tuple(shape)}")
+        kinds = {"missing": missing, "unexpected": unexpected, "of another shape": wrong}
+        if faults := [f"{len(names)} {kind}: {', '.join(names[:3])}" for kind, names in kinds.items() if names]:
+            raise InputError(
+                f"model.init_from {self.directory} does not hold this model's weights: {'; '.join(faults)}"
+            )
         return padded
 
     @torch.no_grad()
@@ -185,7 +183,9 @@ def check_config(settings, seq_length: int, directory: Path) -> None:
             f"model.init_from {directory} is a {theirs['model_type']} model, model.family {settings.family} builds a "
             f"{ours['model_type']} one"
         )
-    unused = {name for name in ("intermediate_size",) if getattr(settings, name) is None}
+    theirs["rope_parameters"].pop("type", None)  # older configs' name of rope_type; transformers keeps both
+    # A mixture of experts without dense layers has no such width, whatever its config.json says.
+    unused = {"intermediate_size"} if getattr(settings, "intermediate_size", 0) is None else set()
     differences = [
         f"{key} {theirs.get(key)!r} (recipe: {value!r})"
         for key, value in ours.items()

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 import re
@@ -7,7 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from data_prep.errors import InputError
+from recipes import models
 from recipes.models.build import build_model
+from recipes.models.hf_weights import check_config
 from recipes.training.settings import load_recipe
 from tests.recipes.families import SMALL, small
 
@@ -44,7 +47,7 @@ def test_a_larger_vocabulary_keeps_drawn_rows_and_says_so(sources, caplog):
     drawn = build_model(small("llama", vocab_size=70), 16, seed=1)
     for ours, theirs, fresh in zip(*(embeddings(m) for m in (model, source, drawn)), strict=True):
         assert torch.equal(ours[:64], theirs) and torch.equal(ours[64:], fresh[64:])
-    assert "lm_head.weight: the last 6 of 70 rows are not in model.init_from and stay as drawn" in caplog.text
+    assert "lm_head.weight: the last 6 rows are not in model.init_from and stay as drawn" in caplog.text
 
 
 def embeddings(model):
@@ -107,6 +110,52 @@ def test_settings_that_contradict_the_sources_config_are_refused(sources, family
         InputError, match=re.escape(f"{directory} contradicts the recipe: ") + ".*" + re.escape(message)
     ):
         build_model(small(family, **{"rope_theta": 5000.0, "init_from": str(directory), **changes}), 16, seed=1)
+
+
+def test_a_width_that_no_layer_has_does_not_contradict(sources, tmp_path):
+    """Qwen3-MoE's public configs give a dense width, though they have no dense layer."""
+    for file in sources["qwen3_moe"][0].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 6144}))
+    assert started_from(tmp_path, "qwen3_moe").config.num_experts == 4
+
+
+LLAMA_3_1 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3_1["original_max_position_embeddings"] = 8192
+YARN = {"factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN["original_max_position_embeddings"] = 4096
+
+
+@pytest.mark.parametrize(
+    ("family", "shape", "published"),
+    [
+        ("llama", {"rope_theta": 5e5, "rope_scaling": LLAMA_3_1}, {"rope_theta": 5e5, "rope_scaling": LLAMA_3_1}),
+        ("qwen3", {}, {"rope_theta": 1000000, "rope_scaling": None, "max_window_layers": 36, "sliding_window": None}),
+        ("qwen3_moe", {}, {"rope_theta": 1000000.0, "intermediate_size": 6144, "decoder_sparse_step": 1}),
+        (
+            "deepseek_v3",
+            {"rope_scaling": {"rope_type": "yarn", **YARN}},
+            {
+                "rope_theta": 10000,
+                "rope_scaling": {"type": "yarn", **YARN},
+                "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+                "num_key_value_heads": 4,
+                "num_nextn_predict_layers": 1,
+                "topk_method": "noaux_tc",
+            },
+        ),
+    ],
+)
+def test_public_configs_are_read_in_their_older_form(tmp_path, family, shape, published):
+    """config.json as the models' publishers wrote it, before transformers 5 gathered the rotary settings in one key."""
+    chosen = small(family, **shape)
+    older = models.family(family).hf_config(chosen, 16).to_dict()
+    del older["rope_parameters"], older["dtype"]
+    (tmp_path / "config.json").write_text(json.dumps({**older, **published}))
+    check_config(chosen, 4096, tmp_path)
+    with pytest.raises(InputError, match="contradicts the recipe: rope_parameters"):
+        check_config(dataclasses.replace(chosen, rope_theta=7.0), 4096, tmp_path)
 
 
 def test_sources_that_are_none(sources, tmp_path):

@@ -4,6 +4,7 @@ import re
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from data_prep.errors import InputError
 from data_prep.loader import collate
@@ -11,6 +12,7 @@ from data_prep.samples import DataSpec, SampleStream
 from recipes import models
 from recipes.models import decoder, deepseek_v3, llama, qwen3_moe
 from recipes.models.build import build_model, initial_values, parameter_groups, persistent_buffers
+from recipes.training.settings import load_recipe
 from recipes.training.step import token_loss_sum
 from tests.conftest import REPOSITORY, write_tokens
 from tests.recipes.families import EXAMPLE, SMALL, checked, meta_model, residual_std, small
@@ -239,6 +241,23 @@ def test_flops_by_hand():
     assert llama.flops_per_token(chosen, 16) == expected
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", SMALL)
+def test_flops_are_those_of_the_models_matrices(family, tied):
+    chosen = small(family, tie_word_embeddings=tied)
+    model = meta_model(chosen)
+    matrices = model.lm_head.weight.numel()
+    for parameter in model.model.layers.parameters():
+        if parameter.dim() == 3:  # stacked experts
+            matrices += parameter[0].numel() * chosen.num_experts_per_tok
+        elif parameter.dim() == 2:
+            matrices += parameter.numel()
+    attention = model.model.layers[0].self_attn
+    queries = getattr(attention, "q_b_proj", None) or attention.q_proj
+    width = queries.out_features + attention.o_proj.in_features
+    assert models.family(family).flops_per_token(chosen, 16) == 6 * matrices + 6 * 2 * width * 16
+
+
 def test_flops_of_experts_by_hand():
     # h 8, 4 heads of 2, 2 kv heads: attention 192. Layer 0 dense: 3*8*16=384; layer 1: 2 of 4 experts of 3*8*5=120, router 32.
     chosen = qwen3_moe.Settings(
@@ -418,10 +437,15 @@ def test_tensor_plan_is_autotps_own_choice():
 
 def test_tensor_plan_of_experts_is_transformers_plan_without_them():
     """DeepSpeed refuses the whole transformers plan of these families, for its experts; ours is the rest of it."""
+    from deepspeed.module_inject.tp_plan_converter import TPPlanConverter
+    from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan
+
     styles = {"colwise": "column", "rowwise": "row", "replicated_with_grad_allreduce": "summed"}
     for family in ("qwen3_moe", "deepseek_v3"):
         dense = {"mlp_only_layers": [0], "intermediate_size": 8} if family == "qwen3_moe" else {}
         model = meta_model(small(family, **dense))
+        with pytest.raises(ValueError, match="unsupported partition style.*moe_tp_experts"):
+            TPPlanConverter.convert(_get_hf_tp_plan(model))
         theirs = {
             pattern.removeprefix("layers.*."): styles[style]
             for pattern, style in model.config.base_model_tp_plan.items()
@@ -517,7 +541,24 @@ def test_a_family_of_ones_own_is_named_by_its_module(tmp_path, monkeypatch):
         models.family("qwen3-moe")
 
 
-def test_the_example_of_the_documentation_is_short_and_complete():
-    folder = REPOSITORY / "docs" / "examples"
-    lines = sum(len(path.read_text().splitlines()) for path in folder.glob("*relu2_llama.py"))
-    assert lines <= 80
+def test_the_documentations_example_is_as_described(tiny):
+    text = (REPOSITORY / "docs" / "add_a_model.md").read_text()
+    lines = sum(len((REPOSITORY / "docs" / link).read_text().splitlines()) for link in re.findall(r"\]\((.*?)\)", text))
+    assert lines <= 80 and f"{lines} lines together" in text
+    section = yaml.safe_load(re.search(r"```yaml\n(.*?)```", text, re.DOTALL)[1])
+    tiny.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), **section}))
+    model = build_model(load_recipe(tiny)[0].model, 16, seed=1)
+    assert "Relu2MLP" in str(model) and "gate_proj" not in str(model)
+
+
+def test_position_scaling_in_a_recipe(tiny):
+    text = yaml.safe_load(tiny.read_text())
+    text["model"]["rope_scaling"] = dict(LLAMA_3_SCALING)
+    tiny.write_text(yaml.safe_dump(text, sort_keys=False))
+    recipe, _ = load_recipe(tiny)
+    assert recipe.model.rope_scaling == LLAMA_3_SCALING
+    assert llama.hf_config(recipe.model, 16).rope_parameters == {**LLAMA_3_SCALING, "rope_theta": 10000.0}
+    tiny.write_text(tiny.read_text().replace("factor: 8.0", "factor: -8.0"))
+    line = next(n for n, text in enumerate(tiny.read_text().splitlines(), 1) if " factor:" in text)
+    with pytest.raises(InputError, match=f"tiny.yaml:{line}: model.rope_scaling.factor -8.0 must be a positive number"):
+        load_recipe(tiny)
