@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.files import read_json
 from data_prep.merge_tokens import document_blocks
-from data_prep.token_file import TokenFile, file_of
+from data_prep.token_file import Tokens, open_tokens
 from data_prep.tokenizer import TextTokenizer
 
 
@@ -24,7 +23,7 @@ def length_histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     ]
 
 
-def verify(tokens: TokenFile, vocab_size: int) -> int:
+def verify(tokens: Tokens, vocab_size: int) -> int:
     """Read every id; returns the highest. Raises InputError naming the document of the first one outside the vocabulary."""
     highest, first = -1, 0
     for ids, lengths in document_blocks(tokens):
@@ -38,7 +37,7 @@ def verify(tokens: TokenFile, vocab_size: int) -> int:
     return highest
 
 
-def first_difference(one: TokenFile, other: TokenFile) -> str | None:
+def first_difference(one: Tokens, other: Tokens) -> str | None:
     """Where two files part, None when they hold the same documents (the stored type may differ)."""
     common = min(len(one), len(other))
     different = np.flatnonzero(np.asarray(one.lengths[:common]) != np.asarray(other.lengths[:common]))
@@ -59,9 +58,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--verify", action="store_true", help="read every id and compare it with the vocabulary")
     parser.add_argument("--compare", type=Path, help="another token file; exit code 1 when they differ")
     arguments = parser.parse_args(argv)
-    tokens = TokenFile(arguments.prefix)
-    sidecar = file_of(tokens.prefix, ".json")
-    made_by = read_json(sidecar) if sidecar.exists() else {}
+    tokens = open_tokens(arguments.prefix)
+    made_by = tokens.read_record()
     print(f"{tokens.prefix}: {len(tokens)} documents, {tokens.total_tokens} tokens, {tokens.dtype.name}")
     for low, high, count in length_histogram(np.asarray(tokens.lengths)):
         print(f"  {count:>10} documents of {low} to {high - 1} tokens")
@@ -78,7 +76,7 @@ def main(argv: list[str] | None = None) -> int:
         tokenizer = arguments.tokenizer or made_by.get("tokenizer", {}).get("path")
         print(TextTokenizer(tokenizer).decode(ids.tolist()) if tokenizer else ids.tolist())
     if arguments.compare is not None:
-        difference = first_difference(tokens, TokenFile(arguments.compare))
+        difference = first_difference(tokens, open_tokens(arguments.compare))
         print(f"compared with {arguments.compare}: {difference or 'the same documents'}")
         return 1 if difference else 0
     return 0

@@ -22,12 +22,15 @@ class StepBatch:
     Attributes:
         inputs: int64 [accumulation, micro_batch, seq_length].
         labels: the same shape; labels[..., t] is the token that follows inputs[..., t], or IGNORED_LABEL.
+        positions: the same shape, with a document mask: the position in the document, 0 at the row's begin and where a
+            document begins, which is how attention finds the borders too; else None.
         samples: int64 [accumulation, micro_batch], sample numbers of the run.
         tokens: labels that count in the loss.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
+    positions: np.ndarray | None
     samples: np.ndarray
     tokens: int
 
@@ -47,11 +50,29 @@ def rank_samples(consumed: int, micro_batch: int, accumulation: int, data_parall
 
 
 def collate(stream: SampleStream, samples: np.ndarray) -> StepBatch:
-    """Read `samples` [accumulation, micro_batch] and cut inputs and labels: the one place where labels are shifted."""
-    rows = np.stack([stream.sample(int(number)) for number in samples.ravel()]).astype(np.int64)
-    rows = rows.reshape(*samples.shape, -1)
-    labels = rows[..., 1:]
-    return StepBatch(rows[..., :-1], labels, samples, int((labels != IGNORED_LABEL).sum()))
+    """Read `samples` [accumulation, micro_batch] and cut inputs and labels: the one place where labels are shifted.
+
+    With a document mask, the label at a document's last token, which is the next document's first, counts nowhere.
+
+    Raises InputError for an id outside the vocabulary, naming its document.
+    """
+    length = stream.spec.seq_length
+    # Ascending, as `rank_samples` makes them, but for the repeated last one of a short validation.
+    rows, borders = stream.read(samples.ravel())
+    inputs, labels = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
+    positions, tokens, shape = None, labels.size, (*samples.shape, length)
+    if stream.spec.document_mask:
+        row = np.repeat(np.arange(len(borders)), [len(begins) for begins in borders])
+        begin = np.fromiter((begin for begins in borders for begin in begins), np.int64, len(row))
+        labels[row, begin - 1] = IGNORED_LABEL
+        tokens -= len(row)
+        positions = np.zeros((len(borders), length), dtype=np.int64)
+        inside = begin < length
+        positions[row[inside], begin[inside]] = begin[inside]
+        np.maximum.accumulate(positions, axis=1, out=positions)  # where each token's document begins
+        np.subtract(np.arange(length), positions, out=positions)
+        positions = positions.reshape(shape)
+    return StepBatch(inputs.reshape(shape), labels.reshape(shape), positions, samples, tokens)
 
 
 class StepLoader:

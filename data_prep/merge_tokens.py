@@ -9,30 +9,31 @@ from pathlib import Path
 import numpy as np
 
 from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.files import read_json, write_json
-from data_prep.token_file import TokenFile, TokenFileWriter, file_of, token_prefix
+from data_prep.files import write_json
+from data_prep.token_file import TokenFileWriter, Tokens, file_of, open_tokens, token_prefix
 
 BLOCK_TOKENS = 1 << 24
 
 
-def document_blocks(tokens: TokenFile, block_tokens: int = BLOCK_TOKENS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def document_blocks(tokens: Tokens, block_tokens: int = BLOCK_TOKENS) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(ids, lengths) of runs of whole documents of about `block_tokens` tokens, at least one document each."""
-    first = 0
-    while first < len(tokens):
-        begin = int(tokens.offsets[first])
-        last = int(np.searchsorted(tokens.offsets, begin + block_tokens, side="right"))
-        last = min(max(last - 1, first + 1), len(tokens)) if last < len(tokens) else len(tokens)
-        lengths = tokens.lengths[first:last]
-        yield tokens.tokens[begin : begin + int(lengths.sum(dtype=np.int64))], lengths
-        first = last
+    for pair in tokens.pairs:
+        first = 0
+        while first < len(pair):
+            begin = int(pair.offsets[first])
+            last = int(np.searchsorted(pair.offsets, begin + block_tokens, side="right"))
+            last = min(max(last - 1, first + 1), len(pair)) if last < len(pair) else len(pair)
+            lengths = pair.lengths[first:last]
+            yield pair.tokens[begin : begin + int(lengths.sum(dtype=np.int64))], lengths
+            first = last
 
 
 def merge(sources: list[Path], output: Path) -> dict:
     """Write `output` from `sources`; returns the report in its .json. Raises InputError when tokenizers differ."""
-    files = [TokenFile(source) for source in sources]
+    files = [open_tokens(source) for source in sources]
     if token_prefix(output).resolve() in {file.prefix.resolve() for file in files}:
         raise InputError(f"--output_prefix {output} is one of the files to be merged")
-    records = [read_json(path) if (path := file_of(file.prefix, ".json")).exists() else {} for file in files]
+    records = [file.read_record() for file in files]
     made_by = {
         record["tokenizer"]["sha256"]: file.prefix for record, file in zip(records, files, strict=True) if record
     }

@@ -11,8 +11,8 @@ import sys
 from pathlib import Path
 
 from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.files import read_json, write_json
-from data_prep.token_file import TokenFile, TokenFileWriter, file_of, token_prefix
+from data_prep.files import write_json
+from data_prep.token_file import TokenFileWriter, file_of, open_tokens, token_prefix
 
 
 def is_validation(document: bytes, fraction: float) -> bool:
@@ -22,9 +22,8 @@ def is_validation(document: bytes, fraction: float) -> bool:
 
 def split(source: Path, train: Path, validation: Path, fraction: float) -> dict[str, tuple[int, int]]:
     """Write the two files; returns {"train": (documents, tokens), "validation": ...}. Raises InputError if one is empty."""
-    tokens = TokenFile(source)
-    sidecar = file_of(tokens.prefix, ".json")
-    made_by = read_json(sidecar) if sidecar.exists() else {}
+    tokens = open_tokens(source)
+    made_by = tokens.read_record()
     # Without a record of the tokenizer, the stored type bounds the ids.
     vocab_size = made_by.get("vocab_size", 2**16 if tokens.dtype.itemsize <= 2 else 2**31)
     with (

@@ -11,14 +11,20 @@ A "document" here is what the format calls a sequence; Megatron's GPTDataset dra
 
 from __future__ import annotations
 
+import functools
 import os
 import struct
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import xxhash
 
 from data_prep.errors import InputError
-from data_prep.files import fsync_directory, make_directory
+from data_prep.files import fsync_directory, make_directory, read_json
+
+if TYPE_CHECKING:
+    from data_prep.remote import RemoteFiles
 
 MAGIC = b"MMIDIDX\x00\x00"
 LEGACY_MAGIC = b"TNTIDX\x00\x00"
@@ -35,81 +41,196 @@ def token_dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.int32)
 
 
-def token_prefix(path: str | Path) -> Path:
-    """The prefix of a token file pair, whether `path` is the prefix itself or one of its two files."""
+def is_url(path: str | Path) -> bool:
+    return "://" in str(path)
+
+
+def token_prefix(path: str | Path) -> Path | str:
+    """The prefix of a token file pair, whether `path` is the prefix itself or one of its two files; of a URL, a string."""
+    if is_url(path):
+        return str(path).removesuffix(".bin").removesuffix(".idx")
     path = Path(path)
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
-def file_of(prefix: Path, suffix: str) -> Path:
+def file_of(prefix: Path | str, suffix: str) -> Path | str:
     # Not with_suffix: prefixes such as "v1.2_text_document" contain dots.
-    return prefix.with_name(prefix.name + suffix)
+    return prefix + suffix if isinstance(prefix, str) else prefix.with_name(prefix.name + suffix)
 
 
 class TokenFile:
     """A memory-mapped token file pair, opened for reading.
 
+    Args:
+        prefix: path or URL without .bin/.idx.
+        cache: keeps files of a URL on this node; only .idx is fetched here, .bin when its first token is read.
+
     Attributes:
-        prefix: path without .bin/.idx.
+        prefix: as a path; of a URL, the URL.
         lengths: int32 [N], tokens in each document.
-        offsets: int64 [N], first token of each document, counted in tokens from the start of .bin.
-        tokens: [T], all tokens back to back, in the stored dtype.
+        dtype: of the stored ids.
+        total_tokens: T.
 
     Raises InputError naming the file when it is missing, empty, truncated or of another format.
     """
 
-    def __init__(self, prefix: str | Path):
+    def __init__(self, prefix: str | Path, cache: RemoteFiles | None = None):
         self.prefix = token_prefix(prefix)
-        index_path, data_path = file_of(self.prefix, ".idx"), file_of(self.prefix, ".bin")
-        for path in (index_path, data_path):
-            if not path.is_file():
-                raise InputError(f"token file {path} does not exist; python -m data_prep.tokenize_files makes one")
-        index_size, data_size = index_path.stat().st_size, data_path.stat().st_size
+        self._cache = cache
+        index_name, data_name = file_of(self.prefix, ".idx"), file_of(self.prefix, ".bin")
+        index_path, data_size = self.local(".idx"), self._size(".bin")
+        index_size = index_path.stat().st_size
         with open(index_path, "rb") as handle:
             header = handle.read(HEADER.size)
         if header.startswith(LEGACY_MAGIC):
-            raise InputError(f"{index_path} is a legacy TNTIDX file, not MMIDIDX; tokenize the text again")
+            raise InputError(f"{index_name} is a legacy TNTIDX file, not MMIDIDX; tokenize the text again")
         if len(header) < HEADER.size or not header.startswith(MAGIC):
-            raise InputError(f"{index_path} ({index_size} bytes) is not a MMIDIDX index; tokenize the text again")
+            raise InputError(f"{index_name} ({index_size} bytes) is not a MMIDIDX index; tokenize the text again")
         _, version, code, sequences, index_entries = HEADER.unpack(header)
         if version != 1:
-            raise InputError(f"{index_path} has format version {version}; only version 1 is known")
+            raise InputError(f"{index_name} has format version {version}; only version 1 is known")
         if code not in TOKEN_DTYPES:
-            raise InputError(f"{index_path} has dtype code {code}, which holds no token ids; the file is damaged")
+            raise InputError(f"{index_name} has dtype code {code}, which holds no token ids; the file is damaged")
         expected = HEADER.size + 12 * sequences + 8 * index_entries
         if index_size not in (expected, expected + sequences):
-            raise InputError(f"{index_path} has {index_size} bytes, its header says {expected}: truncated or damaged")
+            raise InputError(f"{index_name} has {index_size} bytes, its header says {expected}: truncated or damaged")
         self.dtype = np.dtype(TOKEN_DTYPES[code])
         if sequences == 0 or data_size == 0:
-            raise InputError(f"{data_path} holds no tokens; its source was empty or every record was skipped")
-        raw = np.memmap(index_path, mode="r", dtype=np.uint8)
+            raise InputError(f"{data_name} holds no tokens; its source was empty or every record was skipped")
+        raw = np.memmap(index_path, mode="r", dtype=np.uint8).view(np.ndarray)
         start = HEADER.size
         self.lengths = raw[start : start + 4 * sequences].view("<i4")
         start += 4 * sequences
-        byte_offsets = raw[start : start + 8 * sequences].view("<i8")
+        self._byte_offsets = raw[start : start + 8 * sequences].view("<i8")
         ends = np.cumsum(self.lengths, dtype=np.int64)
-        total = int(ends[-1])
-        if total * self.dtype.itemsize != data_size:
+        self.total_tokens = int(ends[-1])
+        if self.total_tokens * self.dtype.itemsize != data_size:
             raise InputError(
-                f"{data_path} has {data_size} bytes, but {index_path.name} counts {total} tokens of "
-                f"{self.dtype.itemsize} bytes = {total * self.dtype.itemsize}: one of the two is truncated or stale"
+                f"{data_name} has {data_size} bytes, but the index counts {self.total_tokens} tokens of "
+                f"{self.dtype.itemsize} bytes = {self.total_tokens * self.dtype.itemsize}: one of the two is truncated or stale"
             )
-        self.offsets = ends - self.lengths
-        if int(self.lengths.min()) < 0 or not np.array_equal(self.offsets * self.dtype.itemsize, byte_offsets):
-            raise InputError(f"{index_path} is damaged: its offsets are not the running sum of its lengths")
-        self.tokens = np.memmap(data_path, mode="r", dtype=self.dtype.newbyteorder("<"))
+        if int(self.lengths.min()) < 0 or not np.array_equal(
+            (ends - self.lengths) * self.dtype.itemsize, self._byte_offsets
+        ):
+            raise InputError(f"{index_name} is damaged: its offsets are not the running sum of its lengths")
+
+    def local(self, suffix: str) -> Path:
+        """The path on this node of the file with `suffix`, fetched if it is remote."""
+        name = file_of(self.prefix, suffix)
+        if self._cache is not None:
+            return self._cache.fetch(name)
+        if not name.is_file():
+            raise InputError(f"token file {name} does not exist; python -m data_prep.tokenize_files makes one")
+        return name
+
+    def _size(self, suffix: str) -> int:
+        if self._cache is not None:
+            return self._cache.size(file_of(self.prefix, suffix))
+        return self.local(suffix).stat().st_size
+
+    @property
+    def pairs(self) -> list[TokenFile]:
+        """The file pairs that this consists of: itself."""
+        return [self]
+
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """[T], all tokens back to back, in the stored dtype; memory-mapped."""
+        # A view: slices of np.memmap itself cost several times as much.
+        return np.memmap(self.local(".bin"), mode="r", dtype=self.dtype.newbyteorder("<")).view(np.ndarray)
+
+    @functools.cached_property
+    def offsets(self) -> np.ndarray:
+        """int64 [N], first token of each document, counted in tokens from the start of .bin."""
+        return self._byte_offsets // self.dtype.itemsize
+
+    @functools.cached_property
+    def lengths_hash(self) -> str:
+        """Identifies `lengths`: all that an order of samples depends on."""
+        return lengths_hash(self.lengths)
+
+    def read_record(self) -> dict:
+        """What `tokenize_files` recorded in .json beside the pair; {} where there is none."""
+        name = file_of(self.prefix, ".json")
+        if self._cache is not None:
+            return read_json(self._cache.fetch(name)) if self._cache.exists(name) else {}
+        return read_json(name) if name.exists() else {}
+
+    def fetch(self) -> None:
+        """Bring .bin to this node, where it is remote."""
+        self.local(".bin")
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def total_tokens(self) -> int:
-        return len(self.tokens)
-
     def document(self, number: int) -> np.ndarray:
         """Token ids of one document, [length], not copied."""
-        start = int(self.offsets[number])
+        start = int(self._byte_offsets[number]) // self.dtype.itemsize
         return self.tokens[start : start + int(self.lengths[number])]
+
+
+class ShardedTokens:
+    """The pairs PREFIX_00000_of_0000N ... as if they were one: documents in shard order. Attributes as TokenFile's."""
+
+    def __init__(self, prefix: str | Path, pairs: list[TokenFile]):
+        self.prefix, self.pairs = token_prefix(prefix), pairs
+        dtypes = {pair.dtype for pair in pairs}
+        if len(dtypes) > 1:
+            raise InputError(f"the shards of {self.prefix} store different types, {dtypes}: they are not of one job")
+        self.dtype = pairs[0].dtype
+        self.lengths = np.concatenate([pair.lengths for pair in pairs])
+        self.total_tokens = sum(pair.total_tokens for pair in pairs)
+        self._firsts = np.cumsum([0, *map(len, pairs)])
+
+    @functools.cached_property
+    def lengths_hash(self) -> str:
+        return lengths_hash(self.lengths)
+
+    def read_record(self) -> dict:
+        return self.pairs[0].read_record()
+
+    def fetch(self) -> None:
+        for pair in self.pairs:
+            pair.fetch()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def document(self, number: int) -> np.ndarray:
+        shard = int(np.searchsorted(self._firsts, number, side="right")) - 1
+        return self.pairs[shard].document(number - int(self._firsts[shard]))
+
+
+Tokens = TokenFile | ShardedTokens
+
+
+def open_tokens(prefix: str | Path, cache: RemoteFiles | None = None) -> Tokens:
+    """The token file `prefix`, one pair or shards.
+
+    Args:
+        cache: for a URL (see data_prep.remote.cache_for).
+
+    Raises InputError as TokenFile does, and when a shard is missing.
+    """
+    prefix = token_prefix(prefix)
+    pattern = file_of(prefix, "_[0-9][0-9][0-9][0-9][0-9]_of_[0-9][0-9][0-9][0-9][0-9].idx")
+    if cache is not None:
+        names = [] if cache.exists(file_of(prefix, ".idx")) else cache.glob(pattern)
+    else:
+        names = [] if file_of(prefix, ".idx").exists() else sorted(map(str, prefix.parent.glob(pattern.name)))
+    if not names:
+        return TokenFile(prefix, cache)
+    counts = {name.removesuffix(".idx").rpartition("_of_")[2] for name in names}
+    if len(counts) > 1:
+        raise InputError(f"{prefix} has shards of several jobs, of {' and of '.join(sorted(counts))}; remove one set")
+    count = int(counts.pop())
+    if len(names) != count:
+        raise InputError(f"{prefix} has {len(names)} of its {count} shards; run the command that makes them again")
+    return ShardedTokens(prefix, [TokenFile(name, cache) for name in names])
+
+
+def lengths_hash(lengths: np.ndarray) -> str:
+    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(lengths))
 
 
 class TokenFileWriter:

@@ -68,6 +68,8 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     stream = training_stream(recipe, order_samples)
     held_out = validation_stream(recipe)
     logger.info(stream.summary(recipe.total_steps * recipe.global_batch_size))
+    if place.local_rank == 0:
+        stream.prefetch()
     fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
     engine = build_engine(prepared)
     checkpoint.seed_ranks(recipe.seed, 0, place.rank)

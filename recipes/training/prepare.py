@@ -9,9 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from data_prep.errors import InputError, of_file
-from data_prep.files import read_json
 from data_prep.samples import DataSpec, SampleStream
-from data_prep.token_file import TokenFile, file_of
 from recipes.training import checkpoint_files, ds_config
 from recipes.training.settings import SYNTHETIC, Recipe, load_recipe
 from recipes.training.sizes import Sizes, resolve_sizes
@@ -56,33 +54,28 @@ def _prepare(arguments, world_size, accelerator, files, content) -> Prepared:
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size)
     if not files:
         return Prepared(recipe, config, sizes)
-    check_data(recipe)
     # As "epoch": sizes are the same, and Megatron's order for a whole run is too slow to build twice.
     stream = training_stream(recipe, order="epoch")
-    validation_stream(recipe)
+    held_out = validation_stream(recipe)
+    check_data(recipe, [stream] if held_out is None else [stream, held_out[0]])
     check_run_directory(recipe, config, sizes, stream if content else None)
     return Prepared(recipe, config, sizes)
 
 
-def check_data(recipe: Recipe) -> None:
-    """Token files are there and whole, hold enough samples, and fit the vocabulary."""
-    for files in (recipe.data.files, recipe.data.validation_files):
-        if files in (None, SYNTHETIC):
-            continue
-        for entry in files:
-            tokens = TokenFile(entry["path"])
-            sidecar = file_of(tokens.prefix, ".json")
-            made_by = read_json(sidecar) if sidecar.exists() else {}
-            highest = made_by.get("max_token_id", -1)
-            if not isinstance(highest, int):
-                raise InputError(
-                    f"{sidecar}: max_token_id {highest!r} is no number; tokenize again, or remove the file"
-                )
-            if highest >= recipe.model.vocab_size:
-                raise InputError(
-                    f"{tokens.prefix} holds token id {highest}, outside model.vocab_size {recipe.model.vocab_size}; set "
-                    f"model.vocab_size to at least {made_by.get('vocab_size', highest + 1)} or tokenize with another tokenizer"
-                )
+def check_data(recipe: Recipe, streams: list[SampleStream]) -> None:
+    """Token files fit the vocabulary, by the records beside them, and so does the tokenizer."""
+    for tokens in [pair for stream in streams for file in stream.files for pair in file.pairs]:
+        made_by = tokens.read_record()
+        highest = made_by.get("max_token_id", -1)
+        if not isinstance(highest, int):
+            raise InputError(
+                f"{tokens.prefix}.json: max_token_id {highest!r} is no number; tokenize again, or remove the file"
+            )
+        if highest >= recipe.model.vocab_size:
+            raise InputError(
+                f"{tokens.prefix} holds token id {highest}, outside model.vocab_size {recipe.model.vocab_size}; set "
+                f"model.vocab_size to at least {made_by.get('vocab_size', highest + 1)} or tokenize with another tokenizer"
+            )
     if recipe.data.tokenizer is not None:
         check_tokenizer(Path(recipe.data.tokenizer), recipe.model.vocab_size)
 
@@ -111,7 +104,11 @@ def training_stream(recipe: Recipe, num_samples: int | None = None, order: str |
     """
     num_samples = num_samples or recipe.total_steps * recipe.global_batch_size
     spec = _data_spec(recipe, recipe.data.files, order or recipe.data.order, recipe.seed, num_samples)
-    stream = SampleStream(replace(spec, max_epochs=recipe.data.max_epochs))
+    # A phase begins with the sample that holds its first token, or the next one.
+    phases = tuple(
+        (-(-phase["from_tokens"] // recipe.data.seq_length), _pairs(phase["files"])) for phase in recipe.data.phases
+    )
+    stream = SampleStream(replace(spec, max_epochs=recipe.data.max_epochs, phases=phases))
     stream.check(recipe.global_batch_size)
     return stream
 
@@ -130,8 +127,22 @@ def validation_stream(recipe: Recipe) -> tuple[SampleStream, int] | None:
 
 
 def _data_spec(recipe: Recipe, files, order: str, seed: int, num_samples: int) -> DataSpec:
-    pairs = None if files == SYNTHETIC else tuple((entry["path"], entry["weight"]) for entry in files)
-    return DataSpec(pairs, recipe.data.seq_length, order, seed, num_samples, recipe.model.vocab_size)
+    data = recipe.data
+    return DataSpec(
+        None if files == SYNTHETIC else _pairs(files),
+        data.seq_length,
+        order,
+        seed,
+        num_samples,
+        recipe.model.vocab_size,
+        document_mask=data.document_mask == "attention",
+        cache_dir=data.cache_dir or str(Path(recipe.output_dir) / ".cache"),
+        cache_limit_gib=data.cache_limit_gib,
+    )
+
+
+def _pairs(files: list[dict]) -> tuple[tuple[str, float], ...]:
+    return tuple((entry["path"], entry["weight"]) for entry in files)
 
 
 def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, stream: SampleStream | None) -> None:

@@ -17,6 +17,7 @@ from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from data_prep.errors import InputError, OneLineParser, of_file
+from data_prep.token_file import is_url
 from recipes import models
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -40,7 +41,11 @@ class DataSettings:
     tokenizer: str | None = None  # directory; copied into exports, its size checked against model.vocab_size
     seq_length: int = MISSING  # tokens a sample
     order: str = "epoch"  # epoch | megatron
+    document_mask: str = "none"  # none | attention: a token sees its own document only
     max_epochs: float | None = None  # most epochs of any file; null: no bound
+    phases: Any = None  # list of {from_tokens, files}: other files or weights from a given token of the run on
+    cache_dir: str | None = None  # for large indices and remote files, best node-local; null: output_dir/.cache
+    cache_limit_gib: float | None = None  # most that remote files may take there; null: what the disk has
     prefetch_steps: int = 2  # optimizer steps read ahead
 
 
@@ -191,6 +196,7 @@ def load_recipe(
     if recipe.data.validation_files is not None:
         key = "data.validation_files"
         recipe.data.validation_files = normalize_files(recipe.data.validation_files, where(key), key)
+    recipe.data.phases = normalize_phases(recipe.data.phases, where("data.phases"))
     check_recipe(recipe, where)
     return recipe, ds_overrides
 
@@ -234,6 +240,14 @@ def check_recipe(recipe: Recipe, where) -> None:
     need(recipe.global_batch_size > 0, "global_batch_size", f"{recipe.global_batch_size} must be positive")
     need(recipe.data.seq_length > 0, "data.seq_length", f"{recipe.data.seq_length} must be positive")
     need(recipe.data.order in ("epoch", "megatron"), "data.order", f"{recipe.data.order!r} must be epoch or megatron")
+    need(
+        recipe.data.document_mask in ("none", "attention"),
+        "data.document_mask",
+        f"{recipe.data.document_mask!r} must be none or attention",
+    )
+    if recipe.data.phases:
+        need(recipe.data.order == "epoch", "data.phases", "needs data.order=epoch: Megatron's order has no phases")
+        need(recipe.data.files != SYNTHETIC, "data.phases", f"needs token files, not {SYNTHETIC}")
     need(recipe.data.prefetch_steps > 0, "data.prefetch_steps", f"{recipe.data.prefetch_steps} must be positive")
     shapes = ("constant", "cosine", "linear", "warmup_stable_decay")
     need(
@@ -263,6 +277,7 @@ def check_recipe(recipe: Recipe, where) -> None:
         need(decay == 0, "schedule.decay_steps", "belongs to schedule.decay=warmup_stable_decay")
     for key, value in (
         ("data.max_epochs", recipe.data.max_epochs),
+        ("data.cache_limit_gib", recipe.data.cache_limit_gib),
         ("schedule.warmup_tokens", recipe.schedule.warmup_tokens or None),
         ("monitor.peak_tflops", recipe.monitor.peak_tflops),
         ("validation.every_steps", recipe.validation.every_steps),
@@ -301,11 +316,46 @@ def normalize_files(files, where: str, key: str):
     return normal
 
 
+def normalize_phases(phases, where: str) -> list[dict]:
+    """A list of {from_tokens, files}, each files a list of {path, weight}; [] for none."""
+    if phases is None:
+        return []
+    form = "data.phases must be a list of {from_tokens: N, files: ...}"
+    if not isinstance(phases, list):
+        raise InputError(f"{where}: {form}")
+    normal = []
+    for phase in phases:
+        if not isinstance(phase, dict) or set(phase) != {"from_tokens", "files"}:
+            raise InputError(f"{where}: {form}, not {phase!r}")
+        tokens = phase["from_tokens"]
+        before = normal[-1]["from_tokens"] if normal else 0
+        if (
+            isinstance(tokens, bool)
+            or not isinstance(tokens, (int, float))
+            or tokens != int(tokens)
+            or tokens <= before
+        ):
+            raise InputError(f"{where}: data.phases: from_tokens {tokens} must be a whole number above {before}")
+        files = normalize_files(phase["files"], where, "data.phases")
+        if files == SYNTHETIC:
+            raise InputError(f"{where}: data.phases: files can't be {SYNTHETIC}")
+        normal.append({"from_tokens": int(tokens), "files": files})
+    return normal
+
+
 def resolve_paths(values: dict, base: Path) -> None:
     """Make the path-valued settings in `values` absolute, relative ones being relative to `base`. In place."""
 
     def absolute(value):
-        return str((base / Path(value).expanduser()).resolve()) if isinstance(value, str) else value
+        if not isinstance(value, str) or is_url(value):
+            return value
+        return str((base / Path(value).expanduser()).resolve())
+
+    def absolute_files(files):
+        if files is None or files == SYNTHETIC:
+            return files
+        entries = files if isinstance(files, list) else [files]
+        return [{**e, "path": absolute(e.get("path"))} if isinstance(e, dict) else absolute(e) for e in entries]
 
     for key in ("output_dir", "deepspeed_config"):
         if key in values:
@@ -316,15 +366,16 @@ def resolve_paths(values: dict, base: Path) -> None:
         model["init_from"] = str(directory) if directory.is_dir() else source  # else a name on the Hugging Face hub
     data = values.get("data")
     if isinstance(data, dict):
-        if "tokenizer" in data:
-            data["tokenizer"] = absolute(data["tokenizer"])
+        for key in ("tokenizer", "cache_dir"):
+            if key in data:
+                data[key] = absolute(data[key])
         for key in ("files", "validation_files"):
-            files = data.get(key)
-            if files is None or files == SYNTHETIC:
-                continue
-            entries = files if isinstance(files, list) else [files]
-            data[key] = [
-                {**e, "path": absolute(e.get("path"))} if isinstance(e, dict) else absolute(e) for e in entries
+            if key in data:
+                data[key] = absolute_files(data[key])
+        if isinstance(phases := data.get("phases"), list):
+            data["phases"] = [
+                {**phase, "files": absolute_files(phase.get("files"))} if isinstance(phase, dict) else phase
+                for phase in phases
             ]
 
 

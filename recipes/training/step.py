@@ -50,6 +50,19 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum")
 
 
+def forward(engine, batch: StepBatch, micro: int) -> torch.Tensor:
+    """Logits [micro_batch, sequence, vocabulary] of one micro batch.
+
+    With a document mask, the positions, which begin again at each border, are all that transformers needs: without an
+    attention mask it takes a row for packed where they do, and keeps attention within each document.
+    """
+    arguments = {"input_ids": batch.inputs[micro]}
+    if batch.positions is not None:
+        arguments["position_ids"] = batch.positions[micro]
+    arguments = {name: torch.from_numpy(array).to(engine.device) for name, array in arguments.items()}
+    return engine(**arguments, use_cache=False).logits
+
+
 def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> StepResult:
     """Forward, backward and update over one global batch.
 
@@ -65,9 +78,9 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
     factor = sizes.accumulation * sizes.data / tokens.clamp(min=1)
     lr = engine.lr_scheduler.get_last_lr()[0]
     loss_sum = torch.zeros((), dtype=torch.float32, device=engine.device)
-    for inputs, labels in zip(batch.inputs, batch.labels, strict=True):
-        inputs, labels = (torch.from_numpy(array).to(engine.device) for array in (inputs, labels))
-        micro_sum = token_loss_sum(engine(input_ids=inputs, use_cache=False).logits, labels)
+    for micro in range(sizes.accumulation):
+        labels = torch.from_numpy(batch.labels[micro]).to(engine.device)
+        micro_sum = token_loss_sum(forward(engine, batch, micro), labels)
         engine.backward(micro_sum * factor)
         engine.step()
         loss_sum += micro_sum.detach()
@@ -127,8 +140,9 @@ def validate(engine, stream: SampleStream, samples: int, sizes, rank: int) -> tu
         # The last block can be short: its surplus rows run, since ZeRO-3 needs every rank in every forward, unlabelled.
         labels = np.where((mine < samples)[..., None], batch.labels, IGNORED_LABEL)[0]
         labels = torch.from_numpy(labels).to(engine.device)
-        logits = engine(input_ids=torch.from_numpy(batch.inputs[0]).to(engine.device), use_cache=False).logits
-        totals += torch.stack([token_loss_sum(logits, labels).double(), (labels != IGNORED_LABEL).sum().double()])
+        totals += torch.stack(
+            [token_loss_sum(forward(engine, batch, 0), labels).double(), (labels != IGNORED_LABEL).sum().double()]
+        )
     engine.train()
     dist.all_reduce(totals)
     loss_sum, tokens = totals.tolist()

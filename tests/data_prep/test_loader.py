@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from data_prep.errors import InputError
-from data_prep.loader import StepLoader, collate, rank_samples
+from data_prep.loader import IGNORED_LABEL, StepLoader, collate, rank_samples
 from data_prep.samples import DataSpec, SampleStream
 from tests.conftest import write_tokens
 
@@ -63,16 +63,44 @@ def test_reading_errors_reach_the_caller(tmp_path):
 
 
 def test_wait_is_measured_and_closing_does_not_hang(tmp_path, monkeypatch):
-    read, allowed = SampleStream.sample, threading.Event()
+    read, allowed = SampleStream.read, threading.Event()
 
-    def read_when_allowed(self, number):
+    def read_when_allowed(self, numbers):
         allowed.wait()
-        return read(self, number)
+        return read(self, numbers)
 
-    monkeypatch.setattr(SampleStream, "sample", read_when_allowed)
+    monkeypatch.setattr(SampleStream, "read", read_when_allowed)
     loader = StepLoader(stream(tmp_path), sizes(2, 2, 1), rank=0, ahead=1)
     threading.Timer(0.2, allowed.set).start()
     loader.next()
     assert loader.wait_s > 0.1
     loader.close()
     assert not loader._thread.is_alive()
+
+
+def masked(tmp_path, documents, seq_length, mask=True):
+    prefix = write_tokens(tmp_path / "masked", documents)
+    spec = DataSpec(((str(prefix), 1.0),), seq_length, "megatron", 1, 1, 64, document_mask=mask)
+    return collate(SampleStream(spec), np.array([[0]]))
+
+
+def test_document_mask_begins_positions_anew_and_ignores_the_label_across_a_border(tmp_path):
+    # One document twice, so that the shuffle changes nothing: 5 6 7 9 | 5 6 7 9, read as six inputs and their labels.
+    batch = masked(tmp_path, [[5, 6, 7, 9]] * 2, 6)
+    assert batch.inputs.tolist() == [[[5, 6, 7, 9, 5, 6]]]
+    assert batch.labels.tolist() == [[[6, 7, 9, IGNORED_LABEL, 6, 7]]]
+    assert batch.positions.tolist() == [[[0, 1, 2, 3, 0, 1]]] and batch.tokens == 5
+    plain = masked(tmp_path, [[5, 6, 7, 9]] * 2, 6, mask=False)
+    assert plain.positions is None and plain.labels.tolist() == [[[6, 7, 9, 5, 6, 7]]] and plain.tokens == 6
+
+
+def test_a_sample_that_ends_at_a_border(tmp_path):
+    # The label alone lies in the next document: ignored, and no position begins anew.
+    batch = masked(tmp_path, [[5, 6, 7, 9]] * 2, 4)
+    assert batch.labels.tolist() == [[[6, 7, 9, IGNORED_LABEL]]]
+    assert batch.positions.tolist() == [[[0, 1, 2, 3]]] and batch.tokens == 3
+
+
+def test_documents_of_one_token_and_none(tmp_path):
+    batch = masked(tmp_path, [[9], [9], [], [9], [9], [9]], 4)
+    assert batch.positions.tolist() == [[[0, 0, 0, 0]]] and batch.tokens == 0

@@ -8,21 +8,27 @@ import pytest
 
 from benchmarks import megatron_order
 from data_prep.errors import InputError
-from data_prep.samples import Blend, DataSpec, EpochSource, MegatronSource, SampleStream
+from data_prep.samples import DataSpec, EpochSource, MegatronSource, SampleStream
 from data_prep.token_file import TokenFile
 from tests.conftest import random_documents, write_tokens
 
 
-def spec(*files, seq_length=4, order="epoch", num_samples=20, seed=3, vocab_size=100, max_epochs=None):
+def spec(*files, seq_length=4, order="epoch", num_samples=20, seed=3, vocab_size=100, **more):
     pairs = tuple((str(path), weight) for path, weight in files)
-    return DataSpec(pairs or None, seq_length, order, seed, num_samples, vocab_size, max_epochs)
+    return DataSpec(pairs or None, seq_length, order, seed, num_samples, vocab_size, **more)
+
+
+def ids_of(source, number):
+    rows = np.empty((1, source.seq_length + 1), np.int64)
+    source.read(np.array([number]), rows)
+    return rows[0].tolist()
 
 
 @pytest.mark.parametrize(("ids", "samples"), [(13, 3), (12, 2)])
 def test_a_stream_is_cut_without_loss_or_overlap(tmp_path, ids, samples):
     source = EpochSource(TokenFile(write_tokens(tmp_path / "a", [np.arange(ids)])), 4, seed=0)
     assert source.samples_per_epoch == samples
-    drawn = sorted(source.sample(n).tolist() for n in range(samples))
+    drawn = sorted(ids_of(source, n) for n in range(samples))
     assert drawn == [list(range(4 * n, 4 * n + 5)) for n in range(samples)]
 
 
@@ -36,18 +42,19 @@ def test_one_token_documents(tmp_path):
     tokens = TokenFile(write_tokens(tmp_path / "a", [[5, 0], [6, 0], [7, 0]]))
     source = EpochSource(tokens, 2, seed=0)
     assert source.samples_per_epoch == 2
-    assert all(source.sample(n)[1] == 0 or source.sample(n)[0] == 0 for n in range(2))
+    assert all(ids_of(source, n)[1] == 0 or ids_of(source, n)[0] == 0 for n in range(2))
 
 
 def test_epochs_are_different_permutations_the_same_in_a_new_process(tmp_path):
     prefix = write_tokens(tmp_path / "a", [np.arange(n * 4, n * 4 + 4) for n in range(10)] + [[99]], 100)
     source = EpochSource(TokenFile(prefix), 4, seed=5)
-    epochs = [[source.sample(10 * epoch + n).tolist() for n in range(10)] for epoch in range(3)]
+    epochs = [[ids_of(source, 10 * epoch + n) for n in range(10)] for epoch in range(3)]
     assert all(len({tuple(s) for s in epoch}) == 10 for epoch in epochs)
     assert len({json.dumps(epoch) for epoch in epochs}) == 3
     program = (
         "import json, sys; from data_prep.samples import *; from data_prep.token_file import TokenFile\n"
-        "s = EpochSource(TokenFile(sys.argv[1]), 4, seed=5); print(json.dumps([s.sample(n).tolist() for n in range(30)]))"
+        "s, rows = EpochSource(TokenFile(sys.argv[1]), 4, seed=5), np.empty((30, 5), np.int64)\n"
+        "s.read(np.arange(30), rows); print(json.dumps(rows.tolist()))"
     )
     again = subprocess.run([sys.executable, "-c", program, str(prefix)], capture_output=True, text=True, check=True)
     assert json.loads(again.stdout) == [sample for epoch in epochs for sample in epoch]
@@ -112,7 +119,7 @@ def test_megatron_order(tmp_path, wanted, separate):
     stream = np.concatenate([documents[d] for d in order])
     for number in range(wanted):
         start = int(shuffled[number]) * 8
-        assert source.sample(number).tolist() == stream[start : start + 9].tolist()
+        assert ids_of(source, number) == stream[start : start + 9].tolist()
 
 
 # Printed by `python benchmarks/megatron_order.py`: the samples of megatron-core 0.16.1's own datasets.
@@ -132,35 +139,19 @@ def test_samples_are_those_of_megatron_core(tmp_path, weights, wanted):
     assert hashlib.sha256(samples.tobytes()).hexdigest() == MEGATRON_CORE[weights, wanted]
 
 
-def test_blend_keeps_every_prefix_within_one_of_its_share():
-    blend = Blend([2, 1])
-    drawn = [blend.draw(k)[0] for k in range(9)]
-    assert drawn.count(0) == 6
-    for k in range(1, 10):
-        assert abs(drawn[:k].count(0) - k * 2 / 3) <= 1
-    # Megatron's rule at k = 0 uses max(k, 1), so the heavier source comes first.
-    assert drawn[:3] == [0, 1, 0]
-
-
 def test_blend_of_a_small_weight_and_of_a_small_source(tmp_path):
     a = write_tokens(tmp_path / "a", [np.arange(41)])
     b = write_tokens(tmp_path / "b", [np.arange(41)])
     stream = SampleStream(spec((a, 0.999), (b, 0.001), num_samples=20))
-    assert sum(stream.blend.draw(k)[0] for k in range(20)) <= 2
+    assert 1 <= stream.counts(20)[1] <= 2
     assert all(len(stream.sample(n)) == 5 for n in range(20))
     small = write_tokens(tmp_path / "small", [np.arange(9)])
     stream = SampleStream(spec((small, 0.5), (b, 0.5), num_samples=10))
-    assert sum(stream.blend.draw(k)[0] for k in range(10)) == 5
+    assert stream.counts(10) == [5, 5]
     assert stream.epochs(10) == [2.5, 0.5]
-    assert "small (weight 0.5, 2 samples, 2.50 epochs)" in stream.summary(10)
+    assert "small (weight 0.5, 5 of 2 samples, 2.50 epochs)" in stream.summary(10)
     with pytest.raises(InputError, match=r"2\.50 epochs of .*small.* more than data\.max_epochs 2"):
         SampleStream(spec((small, 0.5), (b, 0.5), num_samples=10, max_epochs=2)).check(2)
-
-
-@pytest.mark.parametrize("weights", [[0, 1], [-1, 2], [float("nan"), 1], [float("inf"), 1]])
-def test_bad_weights(weights):
-    with pytest.raises(InputError, match="is not a positive number"):
-        Blend(weights)
 
 
 def test_less_data_than_one_batch(tmp_path):
@@ -208,3 +199,87 @@ def test_synthetic_samples_need_no_file():
     assert samples.shape == (20, 33) and samples.min() >= 0 and samples.max() < 50
     assert (samples[3] == SampleStream(spec(seq_length=32, vocab_size=50)).sample(3)).all()
     assert (samples[0] != samples[1]).any()
+
+
+def phases(*pieces):
+    return tuple((start, tuple((str(path), weight) for path, weight in files)) for start, files in pieces)
+
+
+def identity(tmp_path, name, samples):
+    """A file whose sample n, whatever the shuffle, is known by its ids: documents of exactly one sample."""
+    return write_tokens(tmp_path / name, [np.arange(samples * 4 + 1)], 1000)
+
+
+def test_a_file_goes_on_in_the_next_phase_where_it_stood(tmp_path):
+    a, b = identity(tmp_path, "a", 30), identity(tmp_path, "b", 30)
+    plain = SampleStream(spec((a, 1), vocab_size=1000))
+    changed = SampleStream(
+        spec((a, 1), vocab_size=1000, num_samples=40, phases=phases((7, [(b, 1), (a, 1)]), (23, [(a, 1)])))
+    )
+    drawn = [changed.sample(n).tolist() for n in range(40)]
+    assert drawn[:7] == [plain.sample(n).tolist() for n in range(7)]
+    # Draws 7 .. 22: half of each file; then a alone. a's samples in order, none twice, none left out.
+    of_a = drawn[:7] + drawn[8:23:2] + drawn[23:]
+    assert of_a == [plain.sample(n).tolist() for n in range(7 + 8 + 17)]
+    alone = SampleStream(spec((a, 1), (b, 1), vocab_size=1000))  # there b is the second file too
+    assert drawn[7:23:2] == [ids_of(alone.sources[1], n) for n in range(8)]
+    assert changed.counts(40) == [32, 8] and changed.counts(9) == [8, 1]
+    assert "from sample 7 on, 16 samples" in changed.summary(40)
+
+
+def test_phases_are_part_of_the_fingerprint(tmp_path):
+    a = identity(tmp_path, "a", 30)
+    prints = [
+        SampleStream(spec((a, 1), vocab_size=1000, phases=later)).fingerprint()
+        for later in ((), phases((7, [(a, 2)])), phases((8, [(a, 2)])))
+    ]
+    assert all(one != other for n, one in enumerate(prints) for other in prints[:n])
+    assert json.loads(json.dumps(prints)) == prints
+
+
+def test_a_phase_with_less_than_a_batch_is_refused(tmp_path):
+    stream = SampleStream(
+        spec((identity(tmp_path, "a", 30), 1), vocab_size=1000, phases=phases((9, [(identity(tmp_path, "b", 3), 1)])))
+    )
+    with pytest.raises(InputError, match="data from sample 9 on has 3 samples .* fewer than global_batch_size 4"):
+        stream.check(4)
+
+
+def test_shards_give_the_samples_of_the_whole(tmp_path):
+    documents = random_documents(30)
+    write_tokens(tmp_path / "whole", documents)
+    for number, (first, last) in enumerate(((0, 11), (11, 12), (12, 30))):
+        write_tokens(tmp_path / f"cut_0000{number}_of_00003", documents[first:last])
+    whole, cut = (SampleStream(spec((tmp_path / name, 1))) for name in ("whole", "cut"))
+    assert all((whole.sample(n) == cut.sample(n)).all() for n in range(100))
+    (tmp_path / "cut_00001_of_00003.idx").unlink()
+    with pytest.raises(InputError, match="cut has 2 of its 3 shards"):
+        SampleStream(spec((tmp_path / "cut", 1)))
+    write_tokens(tmp_path / "cut_00000_of_00002", documents)
+    with pytest.raises(InputError, match="shards of several jobs, of 00002 and of 00003"):
+        SampleStream(spec((tmp_path / "cut", 1)))
+
+
+@pytest.mark.parametrize("order", ["epoch", "megatron"])
+def test_an_index_on_disk_changes_nothing(tmp_path, monkeypatch, caplog, order):
+    monkeypatch.setattr("data_prep.order_cache.KEEP_FROM", 0)
+    caplog.set_level("INFO")
+    a, b = (write_tokens(tmp_path / name, random_documents(30, seed=n)) for n, name in enumerate("ab"))
+
+    def samples(**more):
+        caplog.clear()
+        stream = SampleStream(spec((a, 2), (b, 1), order=order, num_samples=300, **more))
+        return [stream.sample(n).tolist() for n in range(300)]
+
+    plain = samples()
+    assert samples(cache_dir=str(tmp_path / "cache")) == plain and "sample order: made" in caplog.text
+    assert "cache hit" not in caplog.text
+    assert samples(cache_dir=str(tmp_path / "cache")) == plain and "cache hit" in caplog.text
+    assert "made" not in caplog.text
+    # Anything that the order depends on makes another entry: seed, length, content.
+    for change in ({"seed": 4}, {"seq_length": 5}):
+        assert samples(cache_dir=str(tmp_path / "cache"), **change) == samples(**change) != plain
+        samples(cache_dir=str(tmp_path / "cache"), **change)
+        assert "cache hit" in caplog.text
+    write_tokens(a, random_documents(20, seed=9))
+    assert samples(cache_dir=str(tmp_path / "cache")) == samples() != plain

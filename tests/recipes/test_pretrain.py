@@ -17,7 +17,7 @@ import pytest
 from launch import check
 from recipes.training import checkpoint_files
 from recipes.training.distributed import free_port
-from tests.conftest import REPOSITORY, last_step, launch, launch_run, make_tiny, metrics, write_tokens
+from tests.conftest import REPOSITORY, TINY_RECIPE, last_step, launch, launch_run, make_tiny, metrics, write_tokens
 
 pytestmark = pytest.mark.slow
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
@@ -49,9 +49,14 @@ def runs(tmp_path_factory):
     """The same run twice: uninterrupted, and stopped by SIGUSR1 to a rank, SIGKILL to all, SIGTERM to starter and group."""
     folder = tmp_path_factory.mktemp("runs")
     whole, broken = folder / "whole", folder / "broken"
-    steps = {"schedule": {"steps": 14, "warmup_steps": 2, "decay": "cosine"}}
-    make_tiny(whole, **steps)
-    make_tiny(broken, **steps)
+    # A phase that begins in the middle of step 8, and documents that do not see each other.
+    later = {"from_tokens": 59 * 16 - 3, "files": [{"path": "validation"}, {"path": "train", "weight": 2}]}
+    changes = {
+        "schedule": {"steps": 14, "warmup_steps": 2, "decay": "cosine"},
+        "data": {**TINY_RECIPE["data"], "document_mask": "attention", "phases": [later]},
+    }
+    make_tiny(whole, **changes)
+    make_tiny(broken, **changes)
     outputs = [launch_run(whole / "tiny.yaml")]
     outputs.append(interrupt(broken, "rank", 2, signal.SIGUSR1))
     outputs.append(interrupt(broken, "group", 7, signal.SIGKILL))
