@@ -59,6 +59,8 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from recipes.models.build import persistent_buffers
+
     manifest = checkpoint_files.read_manifest(checkpoint)
     dtype = dtype or manifest["layout"]["precision"]
     if (fault := checkpoint_files.damaged_because(checkpoint, list(manifest["files"]))) is not None:
@@ -75,7 +77,8 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
     config.dtype = getattr(torch, DTYPES[dtype])
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    expected = {name: parameter.shape for name, parameter in model.named_parameters()}
+    buffers = persistent_buffers(model)
+    expected = {name: tensor.shape for name, tensor in [*model.named_parameters(), *buffers.items()]}
     weights = full_weights(checkpoint, manifest["layout"]["zero_stage"], model)
     missing = [name for name in expected if name not in weights]
     wrong = [name for name in expected if name in weights and weights[name].shape != expected[name]]
@@ -83,8 +86,10 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
         raise InputError(
             f"{checkpoint} does not hold this recipe's model: missing {missing[:3]}, of another shape {wrong[:3]}"
         )
-    # Only what named_parameters lists: a tied head is there once, and the format refuses aliases.
-    state = {name: weights[name].to(config.dtype).contiguous() for name in expected}
+    # Parameters as named_parameters lists them: a tied head is there once, and the format refuses aliases. Buffers keep
+    # the fp32 that they have in training.
+    dtypes = {name: torch.float32 if name in buffers else config.dtype for name in expected}
+    state = {name: weights[name].to(dtypes[name]).contiguous() for name in expected}
 
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     make_directory(temporary, "output directory")

@@ -360,6 +360,10 @@ def resolve_paths(values: dict, base: Path) -> None:
     for key in ("output_dir", "deepspeed_config"):
         if key in values:
             values[key] = absolute(values[key])
+    model = values.get("model")
+    if isinstance(model, dict) and isinstance(source := model.get("init_from"), str):
+        directory = Path(absolute(source))
+        model["init_from"] = str(directory) if directory.is_dir() else source  # else a name on the Hugging Face hub
     data = values.get("data")
     if isinstance(data, dict):
         for key in ("tokenizer", "cache_dir"):

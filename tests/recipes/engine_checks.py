@@ -1,4 +1,4 @@
-"""Run by test_engine.py on two ranks, once: every ZeRO stage and batch split over the same steps; writes results.json.
+"""Run by test_engine.py on two ranks, once: every ZeRO stage, batch split and family over the same steps; writes results.json.
 
 One launch for all of it, since a launch costs more than the checks.
 """
@@ -25,6 +25,7 @@ from recipes.training.prepare import Prepared
 from recipes.training.settings import effective_yaml, load_recipe
 from recipes.training.sizes import resolve_sizes
 from recipes.training.step import token_loss_sum
+from tests.recipes.families import SMALL
 
 FOLDER = Path(sys.argv[1])
 STEPS, BATCH, LENGTH, VOCABULARY = 4, 8, 16, 64
@@ -47,9 +48,12 @@ def my_batch(number: int, sizes, rank: int) -> StepBatch:
     return StepBatch(inputs[mine], labels[mine], mine, int((labels[mine] != IGNORED_LABEL).sum()))
 
 
-def prepared(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str) -> Prepared:
+def prepared(
+    name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, family: str = "tiny", init_from=None, rows=64
+) -> Prepared:
     overrides = [f"name={name}", "model.attention_dropout=0", f"model.tie_word_embeddings={tied}"]
-    recipe, _ = load_recipe(FOLDER / "tiny.yaml", overrides)
+    overrides += [f"model.init_from={init_from or 'null'}", f"model.vocab_size={rows}"]
+    recipe, _ = load_recipe(FOLDER / f"{family}.yaml", overrides)
     keys = [
         f"gradient_clipping={CLIP}",
         f"zero_optimization.stage={stage}",
@@ -94,12 +98,14 @@ def steps(engine, case: Prepared, progress, until: int, poison: bool = False) ->
     return results, hashes
 
 
-def run_case(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False) -> dict:
+def run_case(
+    name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False, family: str = "tiny"
+) -> dict:
     """STEPS steps, a checkpoint half way and at the end, the logits of one input; then the second half again, resumed.
 
     With `poison`, rank 1's loss is NaN in step 2.
     """
-    case = prepared(name, stage, micro, tied, *ds_overrides)
+    case = prepared(name, stage, micro, tied, *ds_overrides, family=family)
     engine, progress = build_engine(case), checkpoint.Progress()
     initial = distributed.gather(digest(gathered(engine)))
     data = {"data": name}
@@ -136,12 +142,12 @@ def run_case(name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, 
     }
 
 
-def reference(tied: bool) -> dict:
+def reference(tied: bool, family: str = "tiny") -> dict:
     """The same steps in plain torch: one process, one batch, no engine."""
     from recipes.models.build import build_model, parameter_groups
     from recipes.training.schedule import recipe_factor
 
-    recipe = prepared("reference", 0, 4, tied).recipe
+    recipe = prepared("reference", 0, 4, tied, family=family).recipe
     model = build_model(recipe.model, LENGTH, recipe.seed)
     optimizer = torch.optim.AdamW(parameter_groups(model, 0.1), lr=0.01)
     factor, results = recipe_factor(recipe), {"loss": [], "grad_norm": [], "lr": []}
@@ -158,6 +164,37 @@ def reference(tied: bool) -> dict:
         optimizer.step()
         for key, value in (("loss", loss.item()), ("grad_norm", norm.item()), ("lr", lr)):
             results[key].append(value)
+    return results
+
+
+def started_from(family: str) -> dict:
+    """Largest difference of an engine's first logits from those of the model it is started from, at ZeRO 0 and 3."""
+    from recipes.models.build import build_model, persistent_buffers
+
+    source, tokens = FOLDER / f"source_{family}", torch.arange(LENGTH)[None]
+    recipe = prepared("source", 0, 4, False, family=family).recipe
+    model = build_model(recipe.model, LENGTH, seed=99).eval()
+    for buffer in persistent_buffers(model).values():  # DeepSeek-V3's routing bias, which no training here moves
+        buffer += torch.arange(len(buffer)) / len(buffer)
+    if dist.get_rank() == 0:
+        model.save_pretrained(source)
+    distributed.barrier()
+    with torch.no_grad():
+        expected, results = model(tokens, use_cache=False).logits, {}
+        for stage in (0, 3):
+            case = prepared("biased", stage, 4, False, family=family, init_from=source)
+            engine = build_engine(case)
+            engine.eval()
+            logits = engine(input_ids=tokens, use_cache=False).logits
+            results[f"stage {stage}"] = distributed.gather((logits - expected).abs().max().item())
+            if family == "deepseek_v3" and stage == 3:  # for an export of a bias that is not zero
+                checkpoint.save(engine, case.recipe, case.sizes, checkpoint.Progress(step=1), {}, 0)
+                if dist.get_rank() == 0:
+                    (case.recipe.run_directory / "recipe.yaml").write_text(effective_yaml(case.recipe))
+            engine.destroy()
+            engine = build_engine(prepared("from", stage, 4, False, family=family, init_from=source, rows=70))
+            results[f"stage {stage} padded"] = distributed.gather(digest(gathered(engine)))
+            engine.destroy()
     return results
 
 
@@ -216,6 +253,11 @@ def main() -> None:
         results[f"micro {micro}"] = run_case(f"micro_{micro}", 1, micro, True)
     for stage in (0, 1, 2, 3):
         results[f"stage {stage} bf16"] = run_case(f"s{stage}_bf16", stage, 4, True, "bf16.enabled=true")
+    for family in SMALL:
+        results[f"reference {family}"] = reference(False, family)
+        results[f"started from {family}"] = started_from(family)
+        for stage in (0, 1, 2, 3):
+            results[f"stage {stage} {family}"] = run_case(f"s{stage}_{family}", stage, 2, False, family=family)
     for stage in (0, 1):
         results[f"one parameter, stage {stage}"] = one_parameter(stage)
     if dist.get_rank() == 0:

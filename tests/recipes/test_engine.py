@@ -2,16 +2,19 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from recipes import evaluate_model, export_hf, generate_text
 from recipes.training import checkpoint_files
 from recipes.training.settings import load_recipe
 from tests.conftest import launch, make_tiny
+from tests.recipes.families import EXAMPLE, SMALL
 
 pytestmark = pytest.mark.slow
 STAGES = (0, 1, 2, 3)
@@ -20,7 +23,9 @@ STAGES = (0, 1, 2, 3)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engine")
-    make_tiny(folder)
+    recipe = yaml.safe_load(make_tiny(folder).read_text())
+    for family, shape in SMALL.items():
+        (folder / f"{family}.yaml").write_text(yaml.safe_dump({**recipe, "model": {"family": family, **shape}}))
     program = os.path.join(os.path.dirname(__file__), "engine_checks.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", program]
     finished = launch([*command, folder], limit_s=300)
@@ -43,6 +48,23 @@ def test_every_stage_equals_plain_torch(results, stage, tied):
     assert len(set(ours["tokens"])) > 1  # the batches differ in tokens, so a mean of means shows
 
 
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_family_equals_plain_torch_at_every_stage(results, stage, family):
+    ours, plain = results[f"stage {stage} {family}"], results[f"reference {family}"]
+    for key in ("loss", "grad_norm", "lr"):
+        assert ours[key] == pytest.approx(plain[key], rel=1e-4), key
+    assert min(plain["grad_norm"]) > 0.5  # clipping is active
+
+
+@pytest.mark.parametrize("family", SMALL)
+def test_a_run_starts_from_hugging_face_weights_at_any_stage(results, family):
+    started = results[f"started from {family}"]
+    assert max(started["stage 0"] + started["stage 3"]) < 1e-5
+    # With more vocabulary rows than the source: the same drawn rows on every rank and stage.
+    assert len({*started["stage 0 padded"], *started["stage 3 padded"]}) == 1
+
+
 @pytest.mark.parametrize("micro", [1, 4])
 def test_every_micro_batch_and_accumulation_gives_the_same_steps(results, micro):
     for key in ("loss", "grad_norm", "lr"):
@@ -63,8 +85,8 @@ def test_loss_and_gradient_are_weighted_by_tokens(results, stage):
 
 
 def test_initial_weights_do_not_depend_on_the_stage(results):
-    for tied in ("tied", "untied"):
-        assert len({h for stage in STAGES for h in results[f"stage {stage} {tied}"]["hashes"][0]}) == 1
+    for case in ("tied", "untied", *SMALL):
+        assert len({h for stage in STAGES for h in results[f"stage {stage} {case}"]["hashes"][0]}) == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -73,7 +95,7 @@ def test_replicas_stay_equal_and_change(results, stage):
     assert all(a == b for a, b in hashes) and len({a for a, _ in hashes}) == len(hashes)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "bf16", "poisoned"])
+@pytest.mark.parametrize("kind", ["tied", "untied", "bf16", "poisoned", *SMALL])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resuming_half_way_is_bitwise_the_same_at_every_stage(results, stage, kind):
     ours = results[f"stage {stage} {kind}"]
@@ -117,6 +139,43 @@ def test_export_gives_the_logits_of_training(folder, tmp_path, stage, tied):
         names = list(file.keys())
         assert all(0 not in file.get_slice(name).get_shape() for name in names)
     assert ("lm_head.weight" in names) == (tied == "untied") and len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("family", SMALL)
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_familys_export_gives_the_logits_of_training(folder, tmp_path, stage, family):
+    from transformers import AutoModelForCausalLM
+
+    output = tmp_path / "export"
+    export_hf.main([str(folder / "runs" / f"s{stage}_{family}"), "--output", str(output)])
+    model, loading = AutoModelForCausalLM.from_pretrained(output, output_loading_info=True)
+    assert not any(loading[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    with torch.no_grad():
+        logits = model(torch.arange(16)[None]).logits.numpy()
+    assert np.abs(logits - np.load(folder / f"s{stage}_{family}.npy")).max() < 1e-5
+
+
+def test_the_routing_bias_is_kept_from_source_to_export(folder, tmp_path):
+    from safetensors.torch import load_file
+
+    export_hf.main([str(folder / "runs" / "biased"), "--output", str(tmp_path / "export"), "--dtype", "bf16"])
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias = load_file(tmp_path / "export" / "model.safetensors")[name]
+    assert bias.dtype == torch.float32 and torch.equal(bias, torch.arange(8) / 8)
+
+
+def test_the_examples_export_is_loaded_without_this_repository(folder, tmp_path):
+    """Its modeling file goes along, and a process that can't import docs.examples or recipes gives the same logits."""
+    export_hf.main([str(folder / "runs" / f"s1_{EXAMPLE}"), "--output", str(tmp_path / "export")])
+    program = (
+        "import sys, numpy, torch, transformers; model = transformers.AutoModelForCausalLM.from_pretrained("
+        "'export', trust_remote_code=True); numpy.save('logits.npy', model(torch.arange(16)[None]).logits.detach());"
+        "assert not any(name.startswith(('recipes', 'docs')) for name in sys.modules)"
+    )
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "cache")}
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path, env=environment, check=True)
+    logits = np.load(tmp_path / "logits.npy")
+    assert np.abs(logits - np.load(folder / f"s1_{EXAMPLE}.npy")).max() < 1e-5
 
 
 @pytest.mark.parametrize("stage", STAGES)
