@@ -68,6 +68,20 @@ KNOWN_KEYS: dict[str, list[str]] = {
         auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads hysteresis
         initial_scale_power loss_scale loss_scale_window min_loss_scale
         """.split(),
+    "tensor_parallel": """
+        autotp_size dtype injection_policy_tuple keep_module_on_host kernel_inject partition_config preset_model
+        replace_with_kernel_inject tensor_parallel tp tp_overlap_comm vocab_parallel_ce_backend
+        vocab_parallel_lm_head
+        """.split(),
+    "expert_parallel": """
+        async_split_plan autoep_size combine_impl comm_backend comm_max_tokens_per_rank comm_num_sm
+        comm_qp_margin disable_triton_grouped_mm enabled expert_activation expert_pattern
+        expert_tensor_parallel_size expert_w1 expert_w2 expert_w3 gate_up_impl has_shared_experts
+        load_balance_coeff moe_layer_pattern num_expert_groups num_experts_attr num_limited_groups
+        preset_model route_norm route_scale routed_scaling_factor router_pattern row_weighting_impl
+        score_apply score_func shared_experts_gate_pattern shared_experts_pattern top_k top_k_attr
+        use_grouped_mm validate_folding_routing
+        """.split(),
     "activation_checkpointing": """
         partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
         synchronize_checkpoint_boundary
@@ -96,9 +110,6 @@ ELSEWHERE = {
     "tensorboard": "the recipe's monitor.tensorboard writes the event files",
 }
 NOT_OFFERED = (
-    "tensor_parallel",
-    "expert_parallel",
-    "sequence_parallel_size",
     "pipeline",
     "hybrid_engine",
     "data_efficiency",
@@ -204,6 +215,114 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
     offload = zero.get("offload_optimizer", {}).get("device", "none")
     if offload != "none" and params.get("torch_adam"):
         refuse("optimizer.params.torch_adam", "optimizer offload needs DeepSpeed's CPU Adam; take one of the two out")
+
+
+def parallel_sizes(config: dict, pipeline=None) -> dict[str, int]:
+    """Ranks of each kind, as `resolve_sizes` takes them, from the JSON and the recipe's pipeline section.
+
+    Args:
+        pipeline: settings.PipelineSettings with stages, or None without pipeline stages.
+    """
+    expert = config.get("expert_parallel", {})
+    return {
+        "tensor": pipeline.tensor_parallel_size
+        if pipeline
+        else config.get("tensor_parallel", {}).get("autotp_size") or 1,
+        "pipeline": pipeline.stages if pipeline else 1,
+        "sequence": config.get("sequence_parallel_size", 1),
+        "expert": expert.get("autoep_size", 1) if expert.get("enabled") else 1,
+    }
+
+
+def check_layout(recipe, config: dict, where: str, accelerator: str | None = None) -> None:
+    """Raises InputError for a combination of parallel sizes, ZeRO stage and model that DeepSpeed refuses or gets wrong.
+
+    Arguments as `check_ds_config`.
+    """
+
+    def refuse(key: str, message: str):
+        raise InputError(f"{where}: {key}: {message}")
+
+    for key in ("tensor_parallel.autotp_size", "expert_parallel.autoep_size", "sequence_parallel_size"):
+        *section, last = key.split(".")
+        values = config.get(section[0], {}) if section else config
+        if (value := values.get(last, 1)) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            refuse(key, f"{value!r} must be a positive integer")
+    pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
+    sizes, stage, model = parallel_sizes(config, pipeline), zero_stage(config), recipe.model
+    tensor, sequence, expert = sizes["tensor"], sizes["sequence"], sizes["expert"]
+    experts = getattr(model, "num_experts", None) or getattr(model, "n_routed_experts", None)
+    if pipeline is not None:
+        for key in ("tensor_parallel", "expert_parallel", "sequence_parallel_size"):
+            if key in config:
+                mend = (
+                    "the recipe's pipeline.tensor_parallel_size" if key == "tensor_parallel" else "no pipeline.stages"
+                )
+                refuse(key, f"does not go with pipeline.stages {pipeline.stages}; use {mend}")
+        if stage > 1:
+            refuse(
+                "zero_optimization.stage",
+                f"{stage} does not go with pipeline.stages {pipeline.stages}: a pipeline accumulates whole gradients over "
+                "its micro batches, which stages 2 and 3 partition; use 0 or 1",
+            )
+        if stage == 0 and precision(config) == "fp32" and pipeline.stages > 1 and config.get("gradient_clipping"):
+            refuse(
+                "gradient_clipping",
+                "a pipeline at ZeRO stage 0 clips by the first stage's norm only; use zero_optimization.stage 1, or 0",
+            )
+        if precision(config) == "bf16":
+            accumulation = config.get("data_types", {}).get("grad_accum_dtype")
+            if stage == 0:
+                refuse("zero_optimization.stage", "a pipeline in bf16 needs 1, which keeps fp32 weights and gradients")
+            if accumulation != "fp32":
+                refuse(
+                    "data_types.grad_accum_dtype",
+                    f"{accumulation!r} lets a pipeline in bf16 add up gradients in bf16; state fp32",
+                )
+        if getattr(model, "router_aux_loss_coef", 0):
+            refuse("pipeline.stages", "a pipeline carries no balance loss; set model.router_aux_loss_coef=0")
+    if tensor > 1:
+        if stage == 3:
+            refuse("zero_optimization.stage", f"3 does not go with tensor_parallel.autotp_size {tensor}; use 0, 1 or 2")
+        if sequence > 1:
+            refuse("sequence_parallel_size", f"{sequence} does not go with tensor_parallel.autotp_size {tensor}")
+        if expert > 1:
+            refuse(
+                "expert_parallel.autoep_size",
+                f"{expert} with tensor_parallel.autotp_size {tensor} is what DeepSpeed calls folding, an experiment; "
+                "keep one of the two",
+            )
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+            value = getattr(model, key, None)
+            if value is not None and value % tensor:
+                refuse("tensor parallel size", f"{tensor} does not divide model.{key} {value}")
+    if sequence > 1:
+        if stage == 0:
+            refuse("sequence_parallel_size", f"{sequence} needs ZeRO stage 1, 2 or 3")
+        if expert > 1:
+            refuse("sequence_parallel_size", f"{sequence} does not go with expert_parallel.autoep_size {expert}")
+        if recipe.data.seq_length % sequence:
+            refuse("sequence_parallel_size", f"{sequence} does not divide data.seq_length {recipe.data.seq_length}")
+        if model.num_attention_heads % sequence:
+            refuse(
+                "sequence_parallel_size", f"{sequence} does not divide num_attention_heads {model.num_attention_heads}"
+            )
+        if recipe.compute.attention == "eager":
+            refuse("sequence_parallel_size", "needs compute.attention sdpa, flash_attention_2, _3 or flex_attention")
+    section = config.get("expert_parallel")
+    if section is not None and section.get("enabled"):
+        if experts is None:
+            refuse("expert_parallel", f"model.family {model.family} has no experts")
+        if experts % expert:
+            refuse("expert_parallel.autoep_size", f"{expert} does not divide the model's {experts} experts")
+        if section.get("load_balance_coeff") is not None:
+            refuse("expert_parallel.load_balance_coeff", "DeepSpeed refuses it; use model.router_aux_loss_coef")
+        if section.get("preset_model", model.family) != model.family:
+            refuse("expert_parallel.preset_model", f"{section['preset_model']!r} is not model.family {model.family}")
+        if accelerator == "cpu" and section.get("use_grouped_mm", True):
+            refuse("expert_parallel.use_grouped_mm", "a CPU has no grouped matrix product; state false")
+    elif section is not None and section.get("autoep_size", 1) > 1:
+        refuse("expert_parallel.enabled", f"is not true: autoep_size {section['autoep_size']} would be ignored")
 
 
 def engine_config(config: dict, sizes: Sizes) -> dict:

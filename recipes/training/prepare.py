@@ -51,7 +51,10 @@ def _prepare(arguments, world_size, accelerator, files, content) -> Prepared:
     config = ds_config.load_ds_config(recipe.deepspeed_config, overrides)
     where = " ".join([recipe.deepspeed_config, *(f"ds.{override}" for override in overrides)])
     ds_config.check_ds_config(config, where, accelerator)
-    sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size)
+    ds_config.check_layout(recipe, config, where, accelerator)
+    pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
+    parallel = ds_config.parallel_sizes(config, pipeline)
+    sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size, **parallel)
     if not files:
         return Prepared(recipe, config, sizes)
     # As "epoch": sizes are the same, and Megatron's order for a whole run is too slow to build twice.

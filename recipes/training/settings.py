@@ -50,6 +50,26 @@ class DataSettings:
 
 
 @dataclass
+class LossSettings:
+    z_loss: float = 0.0  # weight of the mean of log(sum(exp(logits)))^2, added to the loss that is trained on
+    chunk_tokens: int | None = None  # tokens whose logits are held at once; null: all of a micro batch
+
+
+@dataclass
+class ComputeSettings:
+    attention: str = "sdpa"  # sdpa | flash_attention_2 | flash_attention_3 | flex_attention | eager
+    activation_checkpoint_interval: int = 0  # activations of every n-th block are recomputed; 1: of all; 0: of none
+    compile: bool = False  # torch.compile of each block
+
+
+@dataclass
+class PipelineSettings:
+    stages: int | None = None  # recipes/pretrain_pipeline.py trains it; null: recipes/pretrain.py does
+    tensor_parallel_size: int = 1  # ranks that share each stage's matrices
+    partition: str = "parameters"  # parameters | uniform | type:CLASS_REGEX | cost (measured)
+
+
+@dataclass
 class ValidationSettings:
     every_steps: int | None = None  # optimizer steps; null: only before step 1 and after the last
     samples: int | None = 256  # samples a validation; null: all
@@ -94,6 +114,9 @@ class Recipe:
     model: Any = MISSING  # the settings class of model.family
     global_batch_size: int = MISSING  # sequences an optimizer step, whatever the number of devices
     data: DataSettings = field(default_factory=DataSettings)
+    loss: LossSettings = field(default_factory=LossSettings)
+    compute: ComputeSettings = field(default_factory=ComputeSettings)
+    pipeline: PipelineSettings = field(default_factory=PipelineSettings)
     validation: ValidationSettings = field(default_factory=ValidationSettings)
     schedule: ScheduleSettings = field(default_factory=ScheduleSettings)
     checkpoint: CheckpointSettings = field(default_factory=CheckpointSettings)
@@ -104,6 +127,10 @@ class Recipe:
     @property
     def run_directory(self) -> Path:
         return Path(self.output_dir) / self.name
+
+    @property
+    def entry_script(self) -> str:
+        return "recipes/pretrain.py" if self.pipeline.stages is None else "recipes/pretrain_pipeline.py"
 
     @property
     def tokens_per_step(self) -> int:
@@ -245,6 +272,16 @@ def check_recipe(recipe: Recipe, where) -> None:
         "data.document_mask",
         f"{recipe.data.document_mask!r} must be none or attention",
     )
+    attentions = ("sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "eager")
+    need(
+        recipe.compute.attention in attentions,
+        "compute.attention",
+        f"{recipe.compute.attention!r} must be one of {', '.join(attentions)}",
+    )
+    interval = recipe.compute.activation_checkpoint_interval
+    need(interval >= 0, "compute.activation_checkpoint_interval", f"{interval} must be 0 (off) or positive")
+    need(recipe.loss.z_loss >= 0, "loss.z_loss", f"{recipe.loss.z_loss:g} must not be negative")
+    check_pipeline(recipe, need)
     if recipe.data.phases:
         need(recipe.data.order == "epoch", "data.phases", "needs data.order=epoch: Megatron's order has no phases")
         need(recipe.data.files != SYNTHETIC, "data.phases", f"needs token files, not {SYNTHETIC}")
@@ -278,6 +315,7 @@ def check_recipe(recipe: Recipe, where) -> None:
     for key, value in (
         ("data.max_epochs", recipe.data.max_epochs),
         ("data.cache_limit_gib", recipe.data.cache_limit_gib),
+        ("loss.chunk_tokens", recipe.loss.chunk_tokens),
         ("schedule.warmup_tokens", recipe.schedule.warmup_tokens or None),
         ("monitor.peak_tflops", recipe.monitor.peak_tflops),
         ("validation.every_steps", recipe.validation.every_steps),
@@ -296,6 +334,36 @@ def check_recipe(recipe: Recipe, where) -> None:
         f"{resume!r} must be latest, none or a step number",
     )
     models.family(recipe.model.family).check(recipe.model, recipe.data.seq_length, need)
+
+
+def check_pipeline(recipe: Recipe, need) -> None:
+    pipeline = recipe.pipeline
+    if pipeline.stages is None:
+        for key in ("tensor_parallel_size", "partition"):
+            default = getattr(PipelineSettings, key)
+            need(
+                getattr(pipeline, key) == default,
+                f"pipeline.{key}",
+                "needs pipeline.stages; without stages the tensor size is tensor_parallel.autotp_size in the ds_config",
+            )
+        return
+    need(pipeline.stages > 0, "pipeline.stages", f"{pipeline.stages} must be positive")
+    layers = recipe.model.num_hidden_layers
+    need(
+        pipeline.stages <= layers,
+        "pipeline.stages",
+        f"{pipeline.stages} stages are more than the model's {layers} layers",
+    )
+    need(
+        pipeline.tensor_parallel_size > 0,
+        "pipeline.tensor_parallel_size",
+        f"{pipeline.tensor_parallel_size} must be positive",
+    )
+    need(
+        pipeline.partition in ("parameters", "uniform", "cost") or pipeline.partition.startswith("type:"),
+        "pipeline.partition",
+        f"{pipeline.partition!r} must be parameters, uniform, cost or type:CLASS_REGEX",
+    )
 
 
 def normalize_files(files, where: str, key: str):

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -6,8 +7,16 @@ import deepspeed
 import pytest
 
 from data_prep.errors import InputError
-from recipes.training.ds_config import KNOWN_KEYS, check_ds_config, engine_config, load_ds_config, precision
-from recipes.training.settings import REPOSITORY
+from recipes.training.ds_config import (
+    KNOWN_KEYS,
+    check_ds_config,
+    check_layout,
+    engine_config,
+    load_ds_config,
+    parallel_sizes,
+    precision,
+)
+from recipes.training.settings import REPOSITORY, load_recipe
 from recipes.training.sizes import resolve_sizes
 from tests.conftest import TINY_DS_CONFIG
 
@@ -32,7 +41,8 @@ def test_good_config_and_notes_pass():
         ({"optimizer": {"type": "AdamW", "params": {"lr": 1, "weigth_decay": 0.1}}}, "did you mean weight_decay?"),
         ({"scheduler": {"type": "WarmupLR"}}, "the learning rate schedule is the recipe's `schedule` section"),
         ({"elasticity": {}}, "DeepSpeed 0.19 has removed it"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "recipes/pretrain.py does not offer it"),
+        ({"tensor_parallel": {"autotp_sizes": 2}}, "did you mean autotp_size?"),
+        ({"expert_parallel": {"autoep_sizes": 2}}, "did you mean autoep_size?"),
         (
             {"gradient_clipping": "auto"},
             'gradient_clipping: "auto" means something only inside the Hugging Face trainer',
@@ -108,7 +118,9 @@ def test_precision():
 
 
 def test_known_keys_are_those_of_the_installed_deepspeed():
+    from deepspeed.module_inject.auto_ep_config import AutoEPConfig
     from deepspeed.runtime import precision_config
+    from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero import config as zero
     from deepspeed.runtime.zero import offload_config as offload
 
@@ -118,9 +130,12 @@ def test_known_keys_are_those_of_the_installed_deepspeed():
         ("zero_optimization.offload_param", offload.DeepSpeedZeroOffloadParamConfig),
         ("bf16", precision_config.DeepSpeedBF16Config),
         ("fp16", precision_config.DeepSpeedFP16Config),
+        ("tensor_parallel", TPTrainingConfig),
     ):
         names = {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
         assert set(KNOWN_KEYS[section]) == names, section
+    names = {field.name for field in dataclasses.fields(AutoEPConfig) if not field.name.startswith("_")}
+    assert set(KNOWN_KEYS["expert_parallel"]) == names
 
 
 def test_deepspeed_reads_every_known_top_level_key():
@@ -135,3 +150,76 @@ def test_shipped_configs_are_plain_json_and_pass():
         check_ds_config(config, path.name)
         assert {"device", "devices", "devices_per_node"} <= set(config["_hardware"])
         assert "gradient_accumulation_steps" not in config
+
+
+TP, EP = {"tensor_parallel": {"autotp_size": 2}}, {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+MOE = [
+    "model.family=qwen3_moe",
+    *(f"model.{key}={value}" for key, value in {"moe_intermediate_size": 16, "num_experts": 4}.items()),
+    "model.num_experts_per_tok=2",
+]
+
+
+def stage(number: int) -> dict:
+    return {"zero_optimization": {"stage": number}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "message"),
+    [
+        ([], {**TP, **stage(3)}, "zero_optimization.stage: 3 does not go with tensor_parallel.autotp_size 2"),
+        ([], {"tensor_parallel": {"autotp_size": 3}}, "3 does not divide model.num_attention_heads 4"),
+        ([], {"tensor_parallel": {"autotp_size": 4}}, "4 does not divide model.num_key_value_heads 2"),
+        ([], {"tensor_parallel": {"autotp_size": "2"}}, "autotp_size: '2' must be a positive integer"),
+        ([], {**TP, "sequence_parallel_size": 2}, "sequence_parallel_size: 2 does not go with tensor_parallel"),
+        ([], {"sequence_parallel_size": 2, **stage(0)}, "sequence_parallel_size: 2 needs ZeRO stage 1, 2 or 3"),
+        ([], {"sequence_parallel_size": 3}, "sequence_parallel_size: 3 does not divide data.seq_length 16"),
+        ([], {"sequence_parallel_size": 8}, "sequence_parallel_size: 8 does not divide num_attention_heads 4"),
+        (["compute.attention=eager"], {"sequence_parallel_size": 2}, "needs compute.attention sdpa"),
+        ([], EP, "expert_parallel: model.family llama has no experts"),
+        (["pipeline.stages=2"], stage(2), "zero_optimization.stage: 2 does not go with pipeline.stages 2"),
+        (["pipeline.stages=2"], stage(3), "use 0 or 1"),
+        (
+            ["pipeline.stages=2"],
+            {**TP},
+            "tensor_parallel: does not go with pipeline.stages 2; use the recipe's pipeline",
+        ),
+        (["pipeline.stages=2"], stage(0), "clips by the first stage's norm only"),
+        (["pipeline.stages=2"], {"bf16": {"enabled": True}}, "data_types.grad_accum_dtype: None lets a pipeline"),
+        (["pipeline.stages=2", "pipeline.tensor_parallel_size=4"], {}, "4 does not divide model.num_key_value_heads 2"),
+        (MOE, {**EP, **TP}, "what DeepSpeed calls folding"),
+        (MOE, {"expert_parallel": {"enabled": True, "autoep_size": 3}}, "3 does not divide the model's 4 experts"),
+        (MOE, EP, "expert_parallel.use_grouped_mm: a CPU has no grouped matrix product"),
+        (MOE, {"expert_parallel": {"autoep_size": 2}}, "expert_parallel.enabled: is not true"),
+        (
+            MOE,
+            {"expert_parallel": {**EP["expert_parallel"], "preset_model": "mixtral"}},
+            "is not model.family qwen3_moe",
+        ),
+        (MOE, {"expert_parallel": {**EP["expert_parallel"], "load_balance_coeff": 0.1}}, "router_aux_loss_coef"),
+    ],
+)
+def test_layouts_that_deepspeed_refuses_or_gets_wrong(tiny, overrides, changes, message):
+    if "model.family=qwen3_moe" in overrides:
+        text = tiny.read_text().replace("  intermediate_size: 64\n", "")
+        tiny.write_text(text)
+    recipe, _ = load_recipe(tiny, overrides)
+    config = {**TINY_DS_CONFIG, **changes}
+    check_ds_config(config, "c.json", "cpu")
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_layout(recipe, config, "c.json", "cpu")
+
+
+@pytest.mark.parametrize("stages", [0, 3, -1])
+def test_stages_beyond_the_layers(tiny, stages):
+    with pytest.raises(InputError, match="pipeline.stages"):
+        load_recipe(tiny, [f"pipeline.stages={stages}"])
+
+
+def test_parallel_sizes(tiny):
+    assert parallel_sizes({**TINY_DS_CONFIG, **TP})["tensor"] == 2
+    assert parallel_sizes({**TINY_DS_CONFIG, "expert_parallel": {"autoep_size": 2}})["expert"] == 1
+    recipe, _ = load_recipe(tiny, ["pipeline.stages=2", "pipeline.tensor_parallel_size=2"])
+    check_layout(recipe, TINY_DS_CONFIG, "c.json", "cpu")
+    sizes = resolve_sizes(8, TINY_DS_CONFIG, 8, **parallel_sizes(TINY_DS_CONFIG, recipe.pipeline))
+    assert (sizes.pipeline, sizes.tensor, sizes.data, sizes.accumulation) == (2, 2, 2, 2)
