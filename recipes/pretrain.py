@@ -83,9 +83,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         metrics = MetricsWriter(recipe.run_directory, attempt, progress.step + 1, recipe.monitor.tensorboard)
     sample_log = run_directory.SampleLog(recipe, place.rank)
 
-    def save() -> None:
-        path = checkpoint.save(engine, recipe, sizes, progress, fingerprint, order_samples)
-        logger.info("saved %s", path)
+    saver = checkpoint.Saver(engine, recipe, sizes, fingerprint, order_samples)
 
     def validate() -> None:
         loss, tokens = step.validate(engine, *held_out, sizes, place.rank)
@@ -108,7 +106,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     while progress.step < total and not stopped:
         clock.start()
         batch = loader.next()
-        result = step.train_step(engine, batch, sizes, stop=signals.stop_requested)
+        result = step.train_step(engine, batch, sizes, stop=signals.stop_requested, saving=saver.busy)
         progress.advance(sizes.global_batch, result.tokens, result.applied)
         sample_log.write(progress.step, batch)
         values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
@@ -116,14 +114,17 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
         skips.check(progress.step, result.applied)
+        saver.advance(result.saving)
         stopped = result.stop_requested
         if stopped:  # before anything else: the time until the kill may be short
-            save()
+            saver.save(progress)
+            saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
         if not stopped and due(recipe.checkpoint.every_steps):
-            save()
+            saver.save(progress)
 
+    saver.finish()
     loader.close()
     if place.rank == 0:
         metrics.close()

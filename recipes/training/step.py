@@ -26,6 +26,7 @@ class StepResult:
         tokens: in the global batch.
         applied: whether the weights were updated.
         stop_requested: whether any rank has been told to stop.
+        saving: whether any rank is writing a checkpoint in the background.
         loss_scale: of fp16 training, else None.
     """
 
@@ -35,6 +36,7 @@ class StepResult:
     tokens: int
     applied: bool
     stop_requested: bool
+    saving: bool
     loss_scale: float | None
 
     def metrics(self) -> dict:
@@ -63,7 +65,9 @@ def forward(engine, batch: StepBatch, micro: int) -> torch.Tensor:
     return engine(**arguments, use_cache=False).logits
 
 
-def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> StepResult:
+def train_step(
+    engine, batch: StepBatch, sizes, stop: Callable[[], bool], saving: Callable[[], bool] = lambda: False
+) -> StepResult:
     """Forward, backward and update over one global batch.
 
     The gradient is that of (sum of token losses) / (tokens), both over the whole global batch. DeepSpeed averages over
@@ -72,6 +76,7 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
     Args:
         batch: this rank's part.
         stop: asked at the end of the step whether this rank has been told to stop.
+        saving: asked then whether this rank is writing a checkpoint in the background.
     """
     tokens = torch.tensor(batch.tokens, dtype=torch.int64, device=engine.device)
     dist.all_reduce(tokens)  # of all ranks, needed before the first backward; stays on the device
@@ -84,10 +89,10 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
         engine.backward(micro_sum * factor)
         engine.step()
         loss_sum += micro_sum.detach()
-    # The stop flag travels with the loss, so that all ranks leave at the same step.
-    totals = torch.stack([loss_sum, loss_sum.new_tensor(float(stop()))])
+    # The flags travel with the loss, so that all ranks leave, and publish a checkpoint, at the same step.
+    totals = torch.cat([loss_sum[None], loss_sum.new_tensor([float(stop()), float(saving())])])
     dist.all_reduce(totals)
-    loss, stopping = totals.tolist()
+    loss, stopping, writing = totals.tolist()
     grad_norm = engine.get_global_grad_norm()
     return StepResult(
         loss=loss / max(int(tokens), 1),
@@ -96,6 +101,7 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
         tokens=int(tokens),
         applied=engine.was_step_applied(),
         stop_requested=stopping > 0,
+        saving=writing > 0,
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
     )
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, StepBatch, rank_samples
-from recipes.training import checkpoint, distributed, step
+from recipes.training import checkpoint, checkpoint_files, distributed, step
 from recipes.training.ds_config import check_ds_config, load_ds_config
 from recipes.training.engine import build_engine
 from recipes.training.prepare import Prepared
@@ -80,6 +80,13 @@ def digest(values: dict[str, torch.Tensor]) -> str:
     return sha.hexdigest()
 
 
+def save(engine, case: Prepared, progress, data: dict) -> Path:
+    saver = checkpoint.Saver(engine, case.recipe, case.sizes, data, 0)
+    saver.save(progress)
+    saver.finish()
+    return saver.directory / checkpoint_files.tag(progress.step)
+
+
 def nan_loss(logits, labels):
     return token_loss_sum(logits, labels) * float("nan")
 
@@ -110,10 +117,10 @@ def run_case(
     initial = distributed.gather(digest(gathered(engine)))
     data = {"data": name}
     first, first_hashes = steps(engine, case, progress, STEPS // 2, poison)
-    half_way = checkpoint.save(engine, case.recipe, case.sizes, progress, data, 0)
+    half_way = save(engine, case, progress, data)
     second, second_hashes = steps(engine, case, progress, STEPS)
     finite = all(bool(value.isfinite().all()) for value in gathered(engine).values())
-    checkpoint.save(engine, case.recipe, case.sizes, progress, data, 0)
+    save(engine, case, progress, data)
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=torch.arange(LENGTH)[None], use_cache=False).logits
@@ -188,7 +195,7 @@ def started_from(family: str) -> dict:
             logits = engine(input_ids=tokens, use_cache=False).logits
             results[f"stage {stage}"] = distributed.gather((logits - expected).abs().max().item())
             if family == "deepseek_v3" and stage == 3:  # for an export of a bias that is not zero
-                checkpoint.save(engine, case.recipe, case.sizes, checkpoint.Progress(step=1), {}, 0)
+                save(engine, case, checkpoint.Progress(step=1), {})
                 if dist.get_rank() == 0:
                     (case.recipe.run_directory / "recipe.yaml").write_text(effective_yaml(case.recipe))
             engine.destroy()
