@@ -38,7 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         arguments = parse_arguments(argv)
         place = distributed.find_place(arguments.local_rank)
         accelerator = distributed.choose_accelerator()
-        prepared = prepare(arguments, place.world_size, accelerator, content=place.rank == 0)
+        prepared = prepare(
+            arguments, place.world_size, accelerator, content=place.rank == 0, script="recipes/pretrain.py"
+        )
         if place.rank == 0:
             run_directory.open_run_directory(prepared)
     except InputError as error:
@@ -81,6 +83,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     if place.rank == 0:
         attempt = run_directory.record_start(prepared, device)
         metrics = MetricsWriter(recipe.run_directory, attempt, progress.step + 1, recipe.monitor.tensorboard)
+    data_rank = sizes.data_rank(place.rank)
     sample_log = run_directory.SampleLog(recipe, place.rank)
 
     def save() -> None:
@@ -88,7 +91,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         logger.info("saved %s", path)
 
     def validate() -> None:
-        loss, tokens = step.validate(engine, *held_out, sizes, place.rank)
+        loss, tokens = step.validate(engine, *held_out, sizes, data_rank)
         logger.info("validation after step %d: loss %.4f over %s tokens", progress.step, loss, f"{tokens:,}")
         if metrics is not None:
             metrics.write(progress.step, {"validation_loss": loss, "validation_tokens": tokens})
@@ -98,7 +101,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
 
     if held_out is not None and progress.step == 0:
         validate()
-    loader = StepLoader(stream, sizes, place.rank, progress.consumed_samples, recipe.data.prefetch_steps)
+    loader = StepLoader(stream, sizes, data_rank, progress.consumed_samples, recipe.data.prefetch_steps)
     flops = models.family(recipe.model.family).flops_per_token(recipe.model, recipe.data.seq_length)
     clock = StepClock(flops, sizes.world, recipe.monitor.peak_tflops)
     skips = faults.SkipGuard(recipe.guards.max_skipped_in_a_row)
