@@ -277,11 +277,8 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
                 f"{stage} does not go with pipeline.stages {pipeline.stages}: a pipeline accumulates whole gradients over "
                 "its micro batches, which stages 2 and 3 partition; use 0 or 1",
             )
-        if stage == 0 and precision(config) == "fp32" and pipeline.stages > 1 and config.get("gradient_clipping"):
-            refuse(
-                "gradient_clipping",
-                "a pipeline at ZeRO stage 0 clips by the first stage's norm only; use zero_optimization.stage 1, or 0",
-            )
+        if recipe.loss.chunk_tokens is not None:
+            refuse("pipeline.stages", "a pipeline's last stage holds all logits; take loss.chunk_tokens out")
         if precision(config) == "bf16":
             accumulation = config.get("data_types", {}).get("grad_accum_dtype")
             if stage == 0:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import deepspeed
 import torch
+from deepspeed.utils import groups
+from torch.utils.checkpoint import checkpoint
 
 from data_prep.errors import InputError
 from recipes.models.build import build_model, parameter_groups
@@ -25,7 +28,7 @@ def build_engine(prepared):
     except ImportError as error:  # of an attention implementation
         raise InputError(f"compute.attention {recipe.compute.attention}: {' '.join(str(error).split())}") from None
     attach_loss(model, recipe.model, recipe.loss)
-    recompute_activations(model, recipe.compute.activation_checkpoint_interval)
+    recompute_activations(model.model.layers, recipe.compute.activation_checkpoint_interval)
     weight_decay = config["optimizer"].get("params", {}).get("weight_decay", 0.0)
     factor = recipe_factor(recipe)
     engine, *_ = deepspeed.initialize(
@@ -37,20 +40,22 @@ def build_engine(prepared):
         dist_init_required=False,
     )
     if stage == 0 and precision(config) == "fp32":
-        guard_stage_0(engine)
+        guard_stage_0(engine, groups.get_tensor_model_parallel_group() if sizes.tensor > 1 else None)
     if recipe.compute.compile:
         for block in model.model.layers:
             block.compile()
     return engine
 
 
-def recompute_activations(model, interval: int) -> None:
-    """Keep only the input of every `interval`-th block for backward, which computes the block again; 0: of none."""
-    if not interval:
-        return
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    for number, block in enumerate(model.model.layers):
-        block.gradient_checkpointing = number % interval == 0
+def recompute_activations(blocks, interval: int) -> None:
+    """Keep only the input of every `interval`-th block for backward, which computes the block again; 0: of none.
+
+    Args:
+        blocks: transformers' decoder layers, which know how.
+    """
+    for block in blocks:
+        block.gradient_checkpointing = interval > 0 and block.self_attn.layer_idx % interval == 0
+        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 def _sequence_parallel(model, recipe, sizes):

@@ -106,19 +106,22 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
     )
 
 
-def guard_stage_0(engine) -> None:
+def guard_stage_0(engine, tensor_group=None, pipe_group=None) -> None:
     """Give fp32 training without ZeRO what every other path has: the gradient norm, and no update from non-finite ones.
 
     DeepSpeed 0.19 hands that case to the plain optimizer: get_global_grad_norm() is None, one NaN is written to all
     weights, and clipping uses a mean of the ranks' norms where experts differ from rank to rank. The engine reads
     `_global_grad_norm` and `overflow` off its optimizer; both are set here before each update, clipping goes by that
-    norm, and an overflow leaves the update out. The engine then counts the skip and holds the schedule itself.
+    norm, and an overflow leaves the update out. The engine then counts the skip and holds the schedule itself. A
+    pipeline's own clipping would go by each stage's norm alone.
+
+    Args: as `gradient_norm`.
     """
     optimizer = engine.optimizer
     take_model_step, optimizer_step = engine._take_model_step, optimizer.step
 
     def guarded_model_step(lr_kwargs):
-        optimizer._global_grad_norm = gradient_norm(engine.module.parameters())
+        optimizer._global_grad_norm = gradient_norm(engine.module.parameters(), tensor_group, pipe_group)
         optimizer.overflow = not bool(torch.isfinite(optimizer._global_grad_norm))
         take_model_step(lr_kwargs)
 
@@ -135,21 +138,27 @@ def guard_stage_0(engine) -> None:
     engine.clip_fp32_gradients = clip_by_that_norm
 
 
-def gradient_norm(parameters) -> torch.Tensor:
-    """2-norm of the whole model's gradients, already averaged over the ranks that hold the same parameters."""
+def gradient_norm(parameters, tensor_group=None, pipe_group=None) -> torch.Tensor:
+    """2-norm of the whole model's gradients, already averaged over the ranks that hold the same parameters.
+
+    Args:
+        tensor_group: ranks among which matrices are split; None: none are.
+        pipe_group: ranks among which layers are split; None: none are.
+    """
     from deepspeed.module_inject.layers import DS_TENSOR_MODEL_PARALLEL
     from deepspeed.moe.utils import is_moe_param
     from deepspeed.utils import groups
 
     shares: dict = {}  # group whose ranks hold different parts, None: all ranks hold the same
     for parameter in parameters:
-        if parameter.grad is None:
+        # A tied parameter is on two stages, with the same gradient: DeepSpeed marks the second.
+        if parameter.grad is None or getattr(parameter, "ds_pipe_replicated", False):
             continue
         group = None
         if is_moe_param(parameter):
             group = groups._get_expert_parallel_group(parameter.group_name)
         elif getattr(parameter, DS_TENSOR_MODEL_PARALLEL, False):
-            group = groups.get_tensor_model_parallel_group()
+            group = tensor_group
         shares.setdefault(group, []).append(parameter.grad)
     squares = []
     for group, gradients in shares.items():
@@ -157,7 +166,10 @@ def gradient_norm(parameters) -> torch.Tensor:
         if group is not None:
             dist.all_reduce(square, group=group)
         squares.append(square)
-    return torch.stack(squares).sum().sqrt()
+    total = torch.stack(squares).sum()
+    if pipe_group is not None:
+        dist.all_reduce(total, group=pipe_group)
+    return total.sqrt()
 
 
 @torch.no_grad()
