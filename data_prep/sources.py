@@ -1,80 +1,663 @@
-"""Input files: which ones a command line names, in which order, and their bytes, decompressed."""
+"""Inputs: which stored files or datasets a command line names, in which order, how they split, and their records.
+
+A source has positions 0 .. `extent`, in the unit that its format can be cut by, and gives the records between two of
+them in chunks. It knows how to name each record in a message, and how many stored bytes each chunk took.
+"""
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import functools
 import glob
 import gzip
 import lzma
 import re
 import zlib
-from collections.abc import Iterator
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from data_prep.errors import InputError, of_file
+from data_prep.errors import InputError
+from data_prep.records import BYTE_ORDER_MARK, HARMLESS, BadRecord, parse_record, parse_text, too_long
 
-TEXT_SUFFIXES = (".jsonl", ".json", ".ndjson")
+FORMATS = {
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "parquet": (".parquet", ".pq"),
+    "arrow": (".arrow", ".ipc", ".feather"),
+    "text": (".txt", ".text", ".md", ".rst", ".tex"),
+}
 COMPRESSED = {".gz": "gzip", ".xz": "xz", ".zst": "zstd"}
+CHUNK_BYTES = 1 << 22
+MAX_RECORD_BYTES = 128_000_000
 
 
-def natural_key(path: Path) -> list:
-    """Sorts part2 before part10: digits as numbers, the rest as text."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.as_posix())]
+@dataclass
+class Records:
+    """A chunk of consecutive records.
 
-
-def find_inputs(names: list[str]) -> list[Path]:
-    """The files that `names` stand for: files, directories (all JSONL files below, compressed or not), and globs.
-
-    Names keep their order; what one of them stands for comes in natural order of the paths. Raises InputError for a
-    name that stands for nothing, or a file named twice.
+    Attributes:
+        first: number of the first record, counted from 0 at the start position.
+        records: bytes of a JSON line or a text, None for a null, or a BadRecord for what could not be held.
+        stored: bytes of the stored file that were read for it.
     """
-    found: list[Path] = []
-    for name in names:
-        path = Path(name)
-        if path.is_file():
-            found.append(path)
-            continue
-        if path.is_dir():
-            inside = [p for p in path.rglob("*") if p.is_file() and _is_text(p)]
-            wanted = f"holds no {', '.join(TEXT_SUFFIXES)} file, compressed or not"
-        else:
-            inside = [p for p in map(Path, glob.glob(name, recursive=True)) if p.is_file()]
-            wanted = "does not exist" if not glob.has_magic(name) else "matches no file"
-        if not inside:
-            raise InputError(f"--input {name} {wanted}")
-        found.extend(sorted(inside, key=natural_key))
-    seen: set[Path] = set()
-    for path in found:
-        if path.resolve() in seen:
-            raise InputError(f"--input names {path} twice: its documents would be there twice")
-        seen.add(path.resolve())
-    return found
+
+    first: int
+    records: list[bytes | BadRecord | None]
+    stored: int
+
+    @property
+    def size(self) -> int:
+        return sum(len(record) for record in self.records if isinstance(record, bytes))
 
 
-def _is_text(path: Path) -> bool:
-    name = path.with_suffix("") if path.suffix in COMPRESSED else path
-    return name.suffix in TEXT_SUFFIXES
+@dataclass(frozen=True)
+class Source:
+    """One stored file, or a dataset.
 
-
-def line_chunks(path: Path, chunk_bytes: int = 1 << 22) -> Iterator[tuple[int, list[bytes]]]:
-    """(number of the first line, lines) of about `chunk_bytes` of text each, decompressed by the name's suffix.
-
-    All members of a .gz and all frames of a .zst or .xz are read. Raises InputError, naming the file, when it can't be
-    read, is cut short, or is not what its name says.
+    Attributes:
+        name: path, URL or name of a dataset, as messages show it.
+        size: stored bytes; for a dataset the bytes in memory, None where not known.
+        modified: what changes when the content does: a local file's mtime in ns, a remote one's tag or time.
     """
+
+    name: str
+    size: int | None
+    modified: int | str | None
+
+    is_json = False
+
+    @property
+    def extent(self) -> int:
+        """The last position. A source that can't be cut has the positions 0 and `extent` alone."""
+        return self.size
+
+    def cut(self, position: int) -> int:
+        """The position nearest to `position` at which the source can be cut."""
+        return 0 if 2 * position < self.extent else self.extent
+
+    def cuts(self, spacing: int) -> list[int]:
+        """Positions inside at which it can be cut, `spacing` apart where there are many."""
+        return []
+
+    def records_before(self, position: int) -> int:
+        return 0
+
+    def place(self, start: int, number: int) -> str:
+        """NAME:N of a record, N counted from 1 at the start of the source."""
+        return f"{self.name}:{_records_before(self, start) + number + 1}"
+
+    def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
+        """Records between two positions, in chunks of about CHUNK_BYTES; none of more than `most_bytes` is held.
+
+        Raises InputError, naming the source, when it can't be read or has no such column.
+        """
+        raise NotImplementedError
+
+    def describe(self) -> dict:
+        """What the record of the output keeps of it."""
+        path = self.name if "://" in self.name else str(Path(self.name).resolve())
+        return {"path": path, "bytes": self.size, "modified": self.modified}
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The records of a source between two positions."""
+
+    source: Source
+    start: int
+    stop: int
+
+    @property
+    def stored_bytes(self) -> int:
+        """About how many stored bytes it takes, 0 where that is not known."""
+        return round((self.source.size or 0) * (self.stop - self.start) / max(self.source.extent, 1))
+
+    def chunks(self, key: str, most_bytes: int) -> Iterator[Records]:
+        return self.source.chunks(self.start, self.stop, key, most_bytes)
+
+    def place(self, number: int) -> str:
+        return self.source.place(self.start, number)
+
+    def parse(self, record: bytes | BadRecord | None, key: str, most_bytes: int) -> str | BadRecord:
+        return parse(record, self.source.is_json, key, most_bytes)
+
+
+def parse(record: bytes | BadRecord | None, is_json: bool, key: str, most_bytes: int) -> str | BadRecord:
+    if isinstance(record, BadRecord):
+        return record
+    if record is not None and len(record) > most_bytes:
+        return too_long(most_bytes)
+    return parse_record(record, key) if is_json else parse_text(record)
+
+
+@functools.lru_cache(64)
+def _records_before(source: Source, position: int) -> int:
+    return source.records_before(position)
+
+
+@contextlib.contextmanager
+def reading(name: str, what: str):
+    """Turns what the readers of stored data raise into an InputError that names the file."""
+    from backports import zstd
+
+    try:
+        yield
+    except InputError:
+        raise
+    except EOFError:
+        raise InputError(
+            f"{name} is truncated: its compressed data ends before its end mark; get the file again"
+        ) from None
+    except (gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError, zlib.error) as error:
+        raise InputError(f"{name} is not {COMPRESSED[Path(name).suffix]}, or damaged: {error}") from None
+    except OSError as error:
+        raise InputError(f"{name}: {error.strerror or first_line(error)}") from None
+    except Exception as error:  # Arrow's, datasets' and those of remote file systems have no common base
+        raise InputError(f"{name} can't be read as {what}: {first_line(error)}") from None
+
+
+def first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def open_stored(name: str):
+    """The stored bytes of a path or an fsspec URL."""
+    if "://" in name:
+        import fsspec
+
+        return fsspec.open(name, "rb").open()
+    return open(name, "rb")
+
+
+def decompressed(raw, name: str):
+    """The bytes in `raw`, decompressed by the name's suffix: all members of a .gz, all frames of a .zst or .xz."""
     from backports import zstd
 
     openers = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
-    first = 1
-    try:
-        with openers.get(path.suffix, open)(path, "rb") as handle:
-            while lines := handle.readlines(chunk_bytes):
-                yield first, lines
-                first += len(lines)
-    except EOFError:
-        raise InputError(
-            f"{path} is truncated: its compressed data ends before its end mark; get the file again"
-        ) from None
-    except (gzip.BadGzipFile, lzma.LZMAError, zstd.ZstdError, zlib.error) as error:
-        raise InputError(f"{path} is not {COMPRESSED[path.suffix]}, or damaged: {error}") from None
-    except OSError as error:
-        raise of_file(error) from None
+    suffix = Path(name).suffix
+    return openers[suffix](raw, "rb") if suffix in openers else raw
+
+
+def split_records(read: Callable[[int], bytes], delimiter: bytes, most_bytes: int) -> Iterator[list[bytes | BadRecord]]:
+    """Lists of what lies between delimiters, without them, one list a read; only one that is not too long is held."""
+    held, skipping = bytearray(), False
+    while block := read(CHUNK_BYTES):
+        unsearched = max(0, len(held) - len(delimiter) + 1)
+        held += block
+        end = held.find(delimiter, unsearched)
+        if end >= 0:
+            first = too_long(most_bytes) if skipping or end > most_bytes else bytes(memoryview(held)[:end])
+            *others, rest = bytes(memoryview(held)[end + len(delimiter) :]).split(delimiter)
+            held, skipping = bytearray(rest), False
+            yield [first, *others]
+        elif len(held) > most_bytes:
+            held, skipping = held[len(held) - len(delimiter) + 1 :], True
+    if skipping or held:
+        yield [too_long(most_bytes) if skipping else bytes(held)]
+
+
+class JsonLines(Source):
+    """One JSON object a line. A plain file can be cut between any two lines, a compressed one nowhere."""
+
+    is_json = True
+
+    @property
+    def _plain(self) -> bool:
+        return Path(self.name).suffix not in COMPRESSED
+
+    def cut(self, position: int) -> int:
+        """The start of the first line that starts at `position` or later."""
+        if not self._plain:
+            return super().cut(position)
+        if position == 0:
+            return 0
+        with reading(self.name, "jsonl"), open_stored(self.name) as raw:
+            raw.seek(position - 1)
+            while block := raw.read(1 << 16):
+                if (newline := block.find(b"\n")) >= 0:
+                    return raw.tell() - len(block) + newline + 1
+        return self.extent
+
+    def cuts(self, spacing: int) -> list[int]:
+        found: list[int] = []
+        position = 0
+        while self._plain and (position := self.cut(position + max(spacing, 1))) < self.extent:
+            found.append(position)
+        return found
+
+    def records_before(self, position: int) -> int:
+        if not position:
+            return 0
+        count = 0
+        with reading(self.name, "jsonl"), open_stored(self.name) as raw:
+            while position and (block := raw.read(min(position, CHUNK_BYTES))):
+                count += block.count(b"\n")
+                position -= len(block)
+        return count
+
+    def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
+        with reading(self.name, "jsonl"), open_stored(self.name) as raw:
+            stored = raw.seek(start) if start else 0
+            if self._plain:
+
+                def read(size: int) -> bytes:
+                    return raw.read(min(size, stop - raw.tell()))
+            else:
+                read = decompressed(raw, self.name).read
+            first = 0
+            for lines in split_records(read, b"\n", most_bytes):
+                yield Records(first, lines, (now := raw.tell()) - stored)
+                first, stored = first + len(lines), now
+
+
+@dataclass(frozen=True)
+class TextFile(Source):
+    """Plain text: one document a file, or split at `separator`. A byte order mark goes, CRLF becomes LF."""
+
+    separator: str | None = None
+
+    def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
+        with reading(self.name, "text"), open_stored(self.name) as raw:
+            stream = decompressed(raw, self.name)
+            begun = False
+
+            def read(size: int) -> bytes:
+                nonlocal begun
+                block = stream.read(size)
+                while block.endswith(b"\r") and (more := stream.read(1)):
+                    block += more
+                if not begun:
+                    block, begun = block.removeprefix(BYTE_ORDER_MARK), True
+                return block.replace(b"\r\n", b"\n")
+
+            first = stored = 0
+            if self.separator is None:
+                parts, size = [], 0
+                while size <= most_bytes and (block := read(CHUNK_BYTES)):
+                    parts.append(block)
+                    size += len(block)
+                texts = [too_long(most_bytes) if size > most_bytes else b"".join(parts)]
+                del parts
+                yield Records(0, texts, self.size)
+                return
+            for texts in split_records(read, self.separator.encode(), most_bytes):
+                yield Records(first, texts, (now := raw.tell()) - stored)
+                first, stored = first + len(texts), now
+
+
+def text_column(table, key: str, name: str):
+    """One column of an Arrow table or batch as an array of bytes. InputError when it isn't there, or isn't text."""
+    import pyarrow as pa
+
+    names = table.schema.names
+    if key not in names:
+        raise InputError(f"{name} has no column {key!r} (columns: {', '.join(names)}); see --json_key")
+    column = table.column(key)
+    kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
+    if kind not in (pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary()):
+        raise InputError(f"{name}: column {key!r} is {kind}, not text (columns: {', '.join(names)}); see --json_key")
+    return column
+
+
+def column_texts(column, most_bytes: int) -> Iterator[list[bytes | BadRecord | None]]:
+    """Lists of about CHUNK_BYTES of texts, as bytes: whether they are UTF-8 is for the parser, text by text."""
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for part in column.chunks if isinstance(column, pa.ChunkedArray) else [column]:
+        if pa.types.is_dictionary(part.type):
+            lengths = pc.take(pc.binary_length(part.dictionary), part.indices)
+        else:
+            lengths = pc.binary_length(part)
+        ends = np.cumsum(np.asarray(pc.fill_null(lengths, 0)), dtype=np.int64)
+        first = 0
+        while first < len(part):
+            begin = int(ends[first - 1]) if first else 0
+            last = max(int(np.searchsorted(ends, begin + CHUNK_BYTES, side="right")), first + 1)
+            if ends[last - 1] - begin > most_bytes:
+                yield [too_long(most_bytes)]
+            else:
+                texts = part.slice(first, last - first)
+                texts = texts.dictionary_decode() if pa.types.is_dictionary(texts.type) else texts
+                if pa.types.is_string_view(texts.type):
+                    texts = texts.cast(pa.string())
+                wide = pa.types.is_large_string(texts.type) or pa.types.is_large_binary(texts.type)
+                yield texts.view(pa.large_binary() if wide else pa.binary()).to_pylist()
+            first = last
+
+
+def table_chunks(tables, key: str, name: str, most_bytes: int) -> Iterator[Records]:
+    """Chunks of the texts of (table or batch, stored bytes of it)."""
+    first = 0
+    for table, stored in tables:
+        for texts in column_texts(text_column(table, key, name), most_bytes):
+            yield Records(first, texts, stored)
+            first, stored = first + len(texts), 0
+
+
+class Parquet(Source):
+    """Rows of a Parquet file. Positions are stored bytes of its row groups; it can be cut between these."""
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        """Position of each row group, and of the end."""
+        starts = [0]
+        with self._file() as file:
+            for number in range(file.metadata.num_row_groups):
+                group = file.metadata.row_group(number)
+                size = sum(group.column(n).total_compressed_size for n in range(group.num_columns))
+                starts.append(starts[-1] + size)
+        return starts
+
+    @contextlib.contextmanager
+    def _file(self):
+        import pyarrow.parquet as pq
+
+        with reading(self.name, "parquet"), open_stored(self.name) as raw:
+            # With a buffer size, pages are read one after the other; else a whole column of a row group is.
+            yield pq.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False)
+
+    @property
+    def extent(self) -> int:
+        return self._starts[-1]
+
+    def cut(self, position: int) -> int:
+        return min(self._starts, key=lambda start: abs(start - position))
+
+    def cuts(self, spacing: int) -> list[int]:
+        return sorted(set(self._starts[1:-1]) - {0, self.extent})
+
+    def records_before(self, position: int) -> int:
+        with self._file() as file:
+            groups = range(bisect_left(self._starts, position))
+            return sum(file.metadata.row_group(number).num_rows for number in groups)
+
+    def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
+        def batches():
+            with self._file() as file:
+                text_column(file.schema_arrow.empty_table(), key, self.name)
+                groups = range(bisect_left(self._starts, start), bisect_left(self._starts, stop))
+                for number in groups:
+                    group = file.metadata.row_group(number)
+                    paths = [group.column(n).path_in_schema for n in range(group.num_columns)]
+                    text_bytes = group.column(paths.index(key)).total_uncompressed_size
+                    rows = max(1, min(1024, CHUNK_BYTES * group.num_rows // max(text_bytes, 1)))
+                    share = (self._starts[number + 1] - self._starts[number]) / max(group.num_rows, 1)
+                    for batch in file.iter_batches(rows, [number], [key], use_threads=False):
+                        yield batch, int(share * batch.num_rows)
+
+        with reading(self.name, "parquet"):
+            yield from table_chunks(batches(), key, self.name, most_bytes)
+
+
+class Arrow(Source):
+    """Rows of an Arrow IPC file or stream, whichever it is."""
+
+    def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
+        import pyarrow as pa
+
+        def batches():
+            with open_stored(self.name) if "://" in self.name else pa.memory_map(self.name) as raw:
+                is_file = raw.read(6) == b"ARROW1"
+                raw.seek(0)
+                if is_file:
+                    file = pa.ipc.open_file(raw)
+                    for number in range(file.num_record_batches):
+                        yield file.get_batch(number), self.size // file.num_record_batches
+                else:
+                    stored = 0
+                    for batch in pa.ipc.open_stream(raw):
+                        yield batch, (now := raw.tell()) - stored
+                        stored = now
+
+        with reading(self.name, "arrow"):
+            yield from table_chunks(batches(), key, self.name, most_bytes)
+
+
+@dataclass(frozen=True)
+class HubDataset(Source):
+    """A dataset of the Hugging Face hub, a local folder of one, or what `save_to_disk` wrote.
+
+    Positions are rows; with `streaming`, the dataset's own shards.
+    """
+
+    config: str | None = None
+    split: str = "train"
+    streaming: bool = False
+
+    @property
+    def extent(self) -> int:
+        return load_dataset(self).num_shards if self.streaming else len(load_dataset(self))
+
+    def cut(self, position: int) -> int:
+        return position
+
+    def cuts(self, spacing: int) -> list[int]:
+        return list(range(max(spacing, 1), self.extent, max(spacing, 1)))
+
+    def place(self, start: int, number: int) -> str:
+        if self.streaming:
+            return f"{self.name}, row {number + 1} from shard {start} on"
+        return f"{self.name}:{start + number + 1}"
+
+    def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
+        def tables():
+            dataset = load_dataset(self)
+            if self.streaming:
+                for number in range(start, stop):
+                    shard = dataset.shard(dataset.num_shards, number).with_format("arrow")
+                    yield from ((table, 0) for table in shard.iter(64))
+                return
+            share = dataset.data.nbytes / max(len(dataset), 1)
+            rows = max(1, min(10_000, int(CHUNK_BYTES / max(share, 1))))
+            for table in dataset.select(range(start, stop)).with_format("arrow").iter(rows):
+                yield table, int(share * len(table))
+
+        with reading(self.name, "a dataset"):
+            yield from table_chunks(tables(), key, self.name, most_bytes)
+
+    def describe(self) -> dict:
+        return {"dataset": self.name, "config": self.config, "split": self.split, "modified": self.modified}
+
+
+@functools.lru_cache(4)
+def load_dataset(source: HubDataset):
+    """The dataset itself. Raises InputError when it can't be had, or has no such split."""
+    import datasets
+
+    with reading(source.name, "a dataset"):
+        if (Path(source.name) / "dataset_info.json").is_file() or (Path(source.name) / "dataset_dict.json").is_file():
+            loaded = datasets.load_from_disk(source.name)
+        else:
+            loaded = datasets.load_dataset(source.name, source.config, split=source.split, streaming=source.streaming)
+        if isinstance(loaded, dict):
+            if source.split not in loaded:
+                raise InputError(f"{source.name} has no split {source.split!r} (splits: {', '.join(loaded)})")
+            loaded = loaded[source.split]
+        return loaded.to_iterable_dataset(64) if source.streaming and hasattr(loaded, "to_iterable_dataset") else loaded
+
+
+def find_dataset(name: str, config: str | None, split: str, streaming: bool) -> HubDataset:
+    source = HubDataset(name, None, None, config, split, streaming)
+    dataset = load_dataset(source)
+    if streaming:
+        return source
+    return replace(source, size=dataset.data.nbytes, modified=dataset._fingerprint)
+
+
+CLASSES = {"jsonl": JsonLines, "parquet": Parquet, "arrow": Arrow, "text": TextFile}
+
+
+def natural_key(name: str) -> list:
+    """Sorts part2 before part10: digits as numbers, the rest as text."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def format_of(name: str) -> str | None:
+    """The format that the suffix tells, compressed or not."""
+    path = Path(name)
+    suffix = (path.with_suffix("") if path.suffix in COMPRESSED else path).suffix
+    return next((form for form, suffixes in FORMATS.items() if suffix in suffixes), None)
+
+
+def find_inputs(names: list[str], form: str | None = None, separator: str | None = None) -> list[Source]:
+    """The files that `names` stand for: files, directories (all files of one format below), globs, and URLs of these.
+
+    Names keep their order; what one of them stands for comes in natural order. Raises InputError for a name that stands
+    for nothing, a file of no known format when `form` is None, or a file named twice.
+    """
+    sources: list[Source] = []
+    seen: set[str] = set()
+    for name in names:
+        for path, size, modified in _find_remote(name, form) if "://" in name else _find_local(name, form):
+            kind = form or format_of(path)
+            if kind is None:
+                raise InputError(f"--input {path}: its suffix tells no format; pass --format {'|'.join(FORMATS)}")
+            if (real := path if "://" in path else str(Path(path).resolve())) in seen:
+                raise InputError(f"--input names {path} twice: its documents would be there twice")
+            seen.add(real)
+            source = CLASSES[kind](path, size, modified)
+            sources.append(replace(source, separator=separator) if kind == "text" else source)
+    return sources
+
+
+def _find_local(name: str, form: str | None) -> list[tuple[str, int, int]]:
+    path = Path(name)
+    if path.is_file():
+        found = [path]
+    elif path.is_dir():
+        inside = {str(p): p for p in path.rglob("*") if p.is_file()}
+        found = [inside[one] for one in _of_one_format(name, list(inside), form)]
+    else:
+        found = [p for p in map(Path, glob.glob(name, recursive=True)) if p.is_file()]
+        if not found:
+            raise InputError(f"--input {name} {'matches no file' if glob.has_magic(name) else 'does not exist'}")
+    found.sort(key=lambda p: natural_key(p.as_posix()))
+    return [(str(p), (stat := p.stat()).st_size, stat.st_mtime_ns) for p in found]
+
+
+def _find_remote(name: str, form: str | None) -> list[tuple[str, int, str]]:
+    import fsspec
+
+    with reading(name, "a URL"):
+        system, path = fsspec.core.url_to_fs(name)
+        if system.isfile(path):
+            found = [path]
+        elif system.isdir(path):
+            found = _of_one_format(name, system.find(path), form)
+        else:
+            found = [p for p in system.glob(path) if system.isfile(p)] if glob.has_magic(path) else []
+            if not found:
+                raise InputError(f"--input {name} {'matches no file' if glob.has_magic(path) else 'does not exist'}")
+        result = []
+        for one in sorted(found, key=natural_key):
+            info = system.info(one)
+            tags = ("ETag", "etag", "LastModified", "last_modified", "mtime", "created")
+            modified = next((str(info[tag]) for tag in tags if info.get(tag)), None)
+            if info["size"] is None:
+                raise InputError(f"--input {one}: its server tells no size; download it first")
+            result.append((system.unstrip_protocol(one), info["size"], modified))
+        return result
+
+
+def _of_one_format(name: str, inside: list[str], form: str | None) -> list[str]:
+    """The files of a directory to be read: of `form`, or of the one data format there; text only where there is none."""
+    there = {format_of(path) for path in inside} - {None}
+    data = there - {"text"} or there
+    if form is None and len(data) > 1:
+        raise InputError(f"--input {name} holds files of several formats ({', '.join(sorted(data))}); pass --format")
+    wanted = {form} if form else data
+    found = [path for path in inside if format_of(path) in wanted]
+    if not found:
+        suffixes = FORMATS[form] if form else [suffix for suffixes in FORMATS.values() for suffix in suffixes]
+        raise InputError(f"--input {name} holds no {', '.join(suffixes)} file, compressed or not")
+    return found
+
+
+def split_sources(sources: list[Source], parts: int) -> list[tuple[Piece, ...]]:
+    """The sources in order as `parts` contiguous runs of about equal size.
+
+    Raises InputError with the number possible when one would be empty.
+    """
+    starts = [0]
+    for source in sources:
+        starts.append(starts[-1] + source.extent)
+    total = starts[-1]
+    targets = [total * number // parts for number in range(1, parts)]
+    cuts = [0, *(_cut(sources, starts, target) for target in targets), total]
+    if any(one >= other for one, other in zip(cuts, cuts[1:], strict=False)) and parts > 1:
+        # Large pieces that can't be cut lie at the targets: choose among all places, each once.
+        for spacing in (total // (4 * parts), 1):
+            places = sorted(
+                {0, total, *starts, *(b + p for b, s in zip(starts, sources, strict=False) for p in s.cuts(spacing))}
+            )
+            if len(places) > parts:
+                break
+        else:
+            raise InputError(f"--num_shards {parts}: the input can be split into {len(places) - 1} at most")
+        chosen = [0]
+        for number, target in enumerate(targets, 1):
+            index = max(chosen[-1] + 1, min(bisect_left(places, target), len(places) - 1 - (parts - number)))
+            chosen.append(index)
+        cuts = [*(places[index] for index in chosen), total]
+    return [
+        tuple(
+            Piece(source, max(begin - start, 0), min(end - start, stop - start))
+            for source, start, stop in zip(sources, starts, starts[1:], strict=False)
+            if max(begin, start) < min(end, stop)
+        )
+        for begin, end in zip(cuts, cuts[1:], strict=False)
+    ]
+
+
+def _cut(sources: list[Source], starts: list[int], target: int) -> int:
+    """The place nearest to `target` where the row of sources can be cut."""
+    number = min(bisect_right(starts, target), len(sources)) - 1
+    return starts[number] + sources[number].cut(target - starts[number])
+
+
+def add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options that say what to read, the same in every command that reads text."""
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        default=[],
+        help="files, directories, globs or URLs; JSONL and text also as .gz, .xz, .zst",
+    )
+    parser.add_argument("--format", choices=list(FORMATS), help="of --input (default: by suffix)")
+    parser.add_argument("--json_key", default="text", help="key or column of the text (default: text)")
+    parser.add_argument("--text_separator", help=r"cuts text files into documents; \n and \t are understood")
+    parser.add_argument("--dataset", help="instead of --input: a dataset of the hub, its folder, or a saved one")
+    parser.add_argument("--dataset_config", help="configuration of the dataset")
+    parser.add_argument("--dataset_split", default="train", help="split of the dataset (default: train)")
+    parser.add_argument("--streaming", action="store_true", help="read the dataset without downloading it first")
+    parser.add_argument("--max_record_mb", type=float, default=MAX_RECORD_BYTES / 1e6, help="default: 128")
+
+
+def inputs_of(arguments: argparse.Namespace) -> list[Source]:
+    """The sources that the options of `add_input_arguments` name."""
+    if bool(arguments.input) == bool(arguments.dataset):
+        raise InputError("give either --input or --dataset")
+    if arguments.dataset:
+        return [find_dataset(arguments.dataset, arguments.dataset_config, arguments.dataset_split, arguments.streaming)]
+    separator = arguments.text_separator
+    if separator is not None:
+        separator = separator.replace("\\n", "\n").replace("\\t", "\t")
+        if not separator:
+            raise InputError("--text_separator is empty; leave it out for one document a file")
+    return find_inputs(arguments.input, arguments.format, separator)
+
+
+def iterate_texts(sources: list[Source], key: str, most_bytes: int = MAX_RECORD_BYTES) -> Iterator[str]:
+    """Texts of all records; raises InputError at the first bad one, as `tokenize_files` does by default."""
+    for piece in (Piece(source, 0, source.extent) for source in sources):
+        for chunk in piece.chunks(key, most_bytes):
+            for number, record in enumerate(chunk.records, chunk.first):
+                text = piece.parse(record, key, most_bytes)
+                if isinstance(text, str):
+                    yield text
+                elif text.reason not in HARMLESS:
+                    raise InputError(f"{piece.place(number)}: {text.detail}")
