@@ -85,9 +85,7 @@ def run_stage(name: str, pipeline: list, logs: Path, tasks: int, workers: int) -
     """Run one datatrove pipeline, and print per filter how many documents came and how many stayed."""
     from datatrove.executor import LocalPipelineExecutor
 
-    LocalPipelineExecutor(
-        pipeline, tasks=tasks, workers=min(workers, tasks), logging_dir=str(logs / name), start_method="spawn"
-    ).run()
+    LocalPipelineExecutor(pipeline, tasks=tasks, workers=min(workers, tasks), logging_dir=str(logs / name)).run()
     counts: dict[str, Counter] = defaultdict(Counter)
     for path in sorted((logs / name / "stats").iterdir()):
         for block in json.loads(path.read_text()):
