@@ -54,16 +54,22 @@ def test_of_copies_one_stays_and_all_else_stays(tmp_path, source, command, docum
     assert "unique: MinHash stage 4: 12 of 14 documents stay" in capsys.readouterr().out
 
 
-def test_the_same_command_does_no_task_again(tmp_path, command, documents):
+def test_the_same_command_goes_on_where_it_was_killed(tmp_path, command, documents, capsys):
     fineweb_edu.main(command)
-    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "unique").iterdir()}
-    stayed = documents(tmp_path / "out")
-    for name in ("unique/00001.jsonl.gz", "logs/unique/completions/00001"):  # as if that task had been killed
-        (tmp_path / "out" / name).unlink()
+    out = tmp_path / "out"
+    stayed = documents(out)
+    written = {path: path.stat().st_mtime_ns for path in out.glob("*/*.gz")}
+    # As if killed in the second task of the last of MinHash's stages.
+    (out / "logs" / "unique" / "completions" / "00001").unlink()
+    (out / "unique" / "00001.jsonl.gz").write_bytes(b"half of it")
+    for path in out.glob("*_text_document.*"):
+        path.unlink()
     fineweb_edu.main(command)
-    after = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "unique").iterdir()}
-    assert documents(tmp_path / "out") == stayed
-    assert {path.name for path in after if after[path] == before[path]} == {"00000.jsonl.gz"}
+    assert documents(out) == stayed
+    again = {path for path in written if path.stat().st_mtime_ns != written[path]}
+    assert again == {out / "unique" / "00001.jsonl.gz"}
+    fineweb_edu.main(command)
+    assert "all of it was there" in capsys.readouterr().out and documents(out) == stayed
 
 
 def test_other_settings_in_the_same_directory_are_refused(tmp_path, command):
