@@ -26,7 +26,7 @@ CHUNK_BYTES = 1 << 22
 
 @dataclass
 class Records:
-    """A chunk of consecutive records.
+    """A chunk of consecutive records, the reader's no more: whoever gets it may empty the list.
 
     Attributes:
         first: number of the first record, counted from 0 at the start position.
@@ -239,8 +239,9 @@ class JsonLines(Source):
                 read = decompressed(raw, self.name).read
             first = 0
             for lines in split_records(read, b"\n", most_bytes):
-                yield Records(first, lines, (now := raw.tell()) - stored)
-                first, stored = first + len(lines), now
+                count, now = len(lines), raw.tell()
+                yield Records(first, lines, now - stored)
+                first, stored = first + count, now
 
 
 @dataclass(frozen=True)
@@ -274,8 +275,9 @@ class TextFile(Source):
                 yield Records(0, texts, self.size)
                 return
             for texts in split_records(read, self.separator.encode(), most_bytes):
-                yield Records(first, texts, (now := raw.tell()) - stored)
-                first, stored = first + len(texts), now
+                count, now = len(texts), raw.tell()
+                yield Records(first, texts, now - stored)
+                first, stored = first + count, now
 
 
 def text_column(table, key: str, name: str):
@@ -325,8 +327,9 @@ def table_chunks(tables, key: str, name: str, most_bytes: int) -> Iterator[Recor
     first = 0
     for table, stored in tables:
         for texts in column_texts(text_column(table, key, name), most_bytes):
+            count = len(texts)
             yield Records(first, texts, stored)
-            first, stored = first + len(texts), 0
+            first, stored = first + count, 0
 
 
 class Parquet(Source):

@@ -1,12 +1,12 @@
-import hashlib
 import json
 
 import numpy as np
 import pytest
 
-from data_prep import corpus, inspect_tokens, split_tokens, tokenize_files, train_tokenizer
+from data_prep import corpus, formats, inspect_tokens, split_tokens, tokenize_files, train_tokenizer
 from data_prep.errors import InputError, run_command
 from data_prep.records import BadRecord, parse_record
+from data_prep.sources import find_inputs
 from data_prep.token_file import TokenFile, file_of
 from data_prep.tokenizer import TextTokenizer
 
@@ -143,12 +143,17 @@ def test_bytes_do_not_depend_on_workers_or_chunks(tmp_path, tokenizer, monkeypat
     lines = [
         json.dumps({"text": " ".join(map(str, random.randint(0, 999, random.randint(1, 200))))}) for _ in range(300)
     ]
-    hashes = set()
-    for workers, chunk in (("1", 1 << 20), ("1", 500), ("2", 1 << 20)):
-        monkeypatch.setattr(tokenize_files.line_chunks, "__defaults__", (chunk,))
-        tokens = run(tmp_path, tokenizer, "\n".join(lines), "--workers", workers, "--overwrite")
-        hashes.add(hashlib.sha256(tokens.tokens.tobytes() + tokens.lengths.tobytes()).hexdigest())
-    assert len(hashes) == 1
+    made = []
+    for name, workers, chunk, engine in (
+        ("a", "1", 1 << 20, "gigatoken"),
+        ("b", "1", 500, "gigatoken"),
+        ("c", "1", 500, "tokenizers"),
+        ("d", "2", 5000, "tokenizers"),
+    ):
+        monkeypatch.setattr(formats, "CHUNK_BYTES", chunk)
+        tokens = run(tmp_path, tokenizer, "\n".join(lines), "--workers", workers, "--engine", engine, name=name)
+        made.append((tokens.tokens.tobytes(), tokens.lengths.tobytes()))
+    assert len(set(made)) == 1
 
 
 ODD_TEXTS = [
@@ -200,7 +205,8 @@ def test_an_engine_that_differs_on_the_sample_is_not_used(tmp_path, tokenizer, c
 
 def test_existing_output_is_kept(tmp_path, tokenizer):
     run(tmp_path, tokenizer, '{"text":"first"}\n')
-    with pytest.raises(InputError, match="exists; choose another --output_prefix or pass --overwrite"):
+    message = r"in_text_document.json exists, made by another job \(source 1: bytes was 17, is 18\); choose another"
+    with pytest.raises(InputError, match=message):
         run(tmp_path, tokenizer, '{"text":"second"}\n')
     assert texts(TokenFile(tmp_path / "in_text_document"), tokenizer) == ["first"]
 
@@ -295,7 +301,7 @@ def test_tokenizer_directory_loads_in_transformers(tokenizer):
 def test_tokenizer_of_no_text(tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(InputError, match="0 documents in .*empty.jsonl"):
-        train_tokenizer.train([tmp_path / "empty.jsonl"], 300, tmp_path / "tokenizer")
+        train_tokenizer.train(find_inputs([str(tmp_path / "empty.jsonl")]), 300, tmp_path / "tokenizer")
 
 
 def test_stdlib_corpus_is_the_standard_library(tmp_path):
