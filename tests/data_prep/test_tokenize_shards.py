@@ -86,7 +86,7 @@ def single(corpus):
         ("in.jsonl", 1, []),
         ("in.jsonl", 2, []),
         ("in.jsonl", 7, []),
-        ("in.jsonl", 300, []),
+        ("in.jsonl", 40, []),
         ("in.jsonl", 3, ["--engine", "tokenizers", "--workers", "2"]),
         ("in.jsonl.gz", 1, []),
         ("in.parquet", 6, []),
