@@ -86,11 +86,11 @@ def replace_directory(new: Path, final: Path) -> None:
 
 
 def remove_leftovers(path: Path) -> None:
-    """Remove the temporary files that dead processes left beside `path` and files whose names go on from its name."""
+    """Remove the temporary files for `path`, with whatever suffixes, that processes left that are no more."""
     import psutil
 
     name = re.escape(path.name)
     for one in path.parent.iterdir():
-        match = re.fullmatch(rf"\.?{name}\..*\.(\d+)\.tmp", one.name)
+        match = re.fullmatch(rf"\.*{name}\..*\.(\d+)\.tmp", one.name)
         if match and not psutil.pid_exists(int(match[1])):
             one.unlink(missing_ok=True)

@@ -13,261 +13,33 @@ import argparse
 import functools
 import importlib.metadata
 import os
-import re
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
-import xxhash
 
+from data_prep.chunks import Seen, tokenized_chunks
 from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.files import atomic_open, make_directory, read_json, remove_leftovers, write_json
-from data_prep.records import HARMLESS, BadRecord
-from data_prep.sources import Piece, Source, add_input_arguments, inputs_of, parse, split_sources
-from data_prep.token_file import TokenFileWriter, file_of, token_dtype
-from data_prep.tokenizer import LONGEST_SEGMENT, GigatokenEncoder, TextTokenizer, choose_encoder
-
-# Chunks wait for their turn while all that are in work hold less than this; a larger one is in work alone.
-IN_WORK_BYTES = 1 << 26
-NOT_CUT = BadRecord(
-    "too_long", f"over {LONGEST_SEGMENT / 1e6:.1f}M characters without a place where this tokenizer can cut it"
-)
+from data_prep.files import atomic_open, make_directory, remove_leftovers, write_json
+from data_prep.records import HARMLESS
+from data_prep.sources import add_input_arguments, inputs_of, split_sources
+from data_prep.token_file import TokenFileWriter, file_of
+from data_prep.tokenize_job import TokenizeJob, finished_shard, hashes_file, other_outputs, own_record
+from data_prep.tokenizer import GigatokenEncoder, TextTokenizer, choose_encoder
 
 
-@dataclass(frozen=True)
-class TokenizeJob:
-    """All that decides the output.
-
-    Attributes:
-        shards: what each shard is made of.
-        prefix: path of the output, without shard and suffix.
-        overwrite: whether outputs of other jobs may be replaced.
-    """
-
-    sources: tuple[Source, ...]
-    shards: tuple[tuple[Piece, ...], ...]
-    prefix: Path
-    tokenizer: str
-    tokenizer_sha256: str
-    end_token: str | None
-    json_key: str
-    append_eod: bool
-    on_bad_record: str
-    max_record_bytes: int
-    deduplicate: bool
-    engine: str
-    overwrite: bool
-
-    @property
-    def num_shards(self) -> int:
-        return len(self.shards)
-
-    def shard_prefix(self, shard: int) -> Path:
-        if self.num_shards == 1:
-            return self.prefix
-        return self.prefix.with_name(f"{self.prefix.name}_{shard:05d}_of_{self.num_shards:05d}")
-
-    @functools.cached_property
-    def identity(self) -> dict:
-        """What an output says that it was made by, in the terms of the command line."""
-        return {
-            "sources": [source.describe() for source in self.sources],
-            "tokenizer": self.tokenizer_sha256,
-            "eod_token": self.end_token if self.append_eod else None,
-            "json_key": self.json_key,
-            "num_shards": self.num_shards,
-            "on_bad_record": self.on_bad_record,
-            "max_record_mb": self.max_record_bytes / 1e6,
-            "text_separator": next((s.separator for s in self.sources if hasattr(s, "separator")), None),
-            "deduplicate": self.deduplicate,
-            "engine": self.engine,
-        }
-
-
-@dataclass
-class Chunk:
-    """What one piece of input became: ids of its documents back to back, their lengths, and the records left out.
-
-    `hashes` holds one of each document's text, or is None when they are not asked for.
-    """
-
-    ids: np.ndarray
-    lengths: np.ndarray
-    text_bytes: int
-    counts: Counter = field(default_factory=Counter)
-    bad: list[tuple[int, BadRecord]] = field(default_factory=list)
-    hashes: np.ndarray | None = None
-
-
-class ChunkTokenizer:
-    """Turns records into a Chunk. `tokenizer` is a local path; `encoder` is what to encode with, by default itself."""
-
-    def __init__(self, job: TokenizeJob, tokenizer: Path, encoder=None):
-        self.tokenizer = TextTokenizer(tokenizer, job.end_token)
-        self.encoder = encoder or self.tokenizer
-        self.key, self.append_eod, self.most_bytes = job.json_key, job.append_eod, job.max_record_bytes
-        self.hashing = job.deduplicate
-        self.dtype = token_dtype(self.tokenizer.vocab_size)
-
-    def __call__(self, is_json: bool, first: int, records: list) -> Chunk:
-        segments, starts, hashes, bad = [], [], [], []
-        counts: Counter = Counter()
-        size = 0
-        records.reverse()
-        for number in range(first, first + len(records)):
-            record = records.pop()  # large ones are not held any longer than they are needed
-            size += len(record) if isinstance(record, bytes) else 0
-            text = parse(record, is_json, self.key, self.most_bytes)
-            del record
-            if isinstance(text, str):
-                parts = self.tokenizer.segments(text)
-                if parts is None:
-                    text = NOT_CUT
-            if isinstance(text, BadRecord):
-                counts[text.reason] += 1
-                if text.reason not in HARMLESS:
-                    bad.append((number, text))
-                continue
-            counts["special_in_text"] += self.tokenizer.mentions_special(text)
-            if self.hashing:
-                hashes.append(xxhash.xxh3_64_intdigest(text.encode()))
-            starts.append(len(segments))
-            segments += parts
-        text = parts = None
-        if not segments:
-            return Chunk(np.empty(0, self.dtype), np.empty(0, np.int32), size, counts, bad, np.empty(0, np.uint64))
-        ids, lengths = self.encoder.encode(segments)
-        del segments
-        if len(starts) < len(lengths):
-            lengths = np.add.reduceat(lengths, starts)
-        written = lengths > 0
-        counts["skipped_empty"] += int((~written).sum())  # text that a normalizer removes whole
-        return Chunk(
-            self._joined(ids, lengths),
-            lengths[written] + self.append_eod,
-            size,
-            counts,
-            bad,
-            np.array(hashes, np.uint64)[written] if self.hashing else None,
+def add_hashes(seen: Seen, job: TokenizeJob, shard: int) -> None:
+    """Add the hashes of a shard. Raises InputError when they are not there: not made yet, or finished and removed."""
+    if finished_shard(job, shard) is None or not hashes_file(job, shard).exists():
+        raise InputError(
+            f"--deduplicate makes shards in order, and the hashes of shard {shard} of {job.prefix} are not there; let one "
+            f"tokenize_files command make all shards, and remove {job.prefix}* first where they were finished once"
         )
-
-    def _joined(self, ids: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """`ids` in the stored type, the end-of-document id after each document that is not empty."""
-        if not self.append_eod:
-            return ids.astype(self.dtype)
-        end = np.array([self.tokenizer.end_id], self.dtype)
-        parts, begin = [np.empty(0, self.dtype)], 0
-        for stop in np.cumsum(lengths, dtype=np.int64).tolist():
-            if stop > begin:
-                parts += (ids[begin:stop], end)
-                begin = stop
-        return np.concatenate(parts, dtype=self.dtype, casting="unsafe")
-
-
-_worker: ChunkTokenizer
-
-
-def _start_worker(*arguments) -> None:
-    global _worker
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _worker = ChunkTokenizer(*arguments)
-
-
-def _tokenize_in_worker(*arguments) -> Chunk:
-    return _worker(*arguments)
-
-
-def tokenized_chunks(
-    job: TokenizeJob, shard: int, workers: int, encoder, tokenizer: Path
-) -> Iterator[tuple[Piece, int, Chunk]]:
-    """(piece, stored bytes, Chunk) of a shard in input order, with a bounded number of bytes in work.
-
-    With the tokenizer itself as encoder, in `workers` processes; with gigatoken, which has threads of its own and
-    leaves Python meanwhile, in two threads here, so that one parses while the other encodes.
-    """
-    if isinstance(encoder, GigatokenEncoder):
-        workers, pool, tokenize = 2, ThreadPoolExecutor(2), ChunkTokenizer(job, tokenizer, encoder)
-    elif workers > 1:
-        pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start_worker, initargs=(job, tokenizer))
-        tokenize = _tokenize_in_worker
-    else:
-        pool, tokenize = ThreadPoolExecutor(1), ChunkTokenizer(job, tokenizer)
-    pending: deque = deque()
-    in_work = 0
-
-    def next_done():
-        nonlocal in_work
-        piece, stored, size, future = pending.popleft()
-        in_work -= size
-        return piece, stored, future.result()
-
-    try:
-        for piece in job.shards[shard]:
-            for chunk in piece.chunks(job.json_key, job.max_record_bytes):
-                size, stored = chunk.size, chunk.stored
-                future = pool.submit(tokenize, piece.source.is_json, chunk.first, chunk.records)
-                del chunk
-                pending.append((piece, stored, size, future))
-                in_work += size
-                while len(pending) >= 2 * workers or in_work > IN_WORK_BYTES:
-                    yield next_done()
-        while pending:
-            yield next_done()
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class Seen:
-    """The hashes of all texts so far: sorted arrays, of which each is more than twice as large as the next."""
-
-    def __init__(self):
-        self._arrays: list[np.ndarray] = []
-
-    def add_new(self, hashes: np.ndarray) -> np.ndarray:
-        """Which of `hashes` are new, the first of equals alone, [len(hashes)] bool; from now on they are not."""
-        new = np.zeros(len(hashes), bool)
-        new[np.unique(hashes, return_index=True)[1]] = True
-        for array in self._arrays:
-            places = np.searchsorted(array, hashes)
-            new &= array[np.minimum(places, len(array) - 1)] != hashes
-        if new.any():
-            self._arrays.append(np.sort(hashes[new]))
-        while len(self._arrays) > 1 and len(self._arrays[-2]) <= 2 * len(self._arrays[-1]):
-            self._arrays[-2:] = [np.sort(np.concatenate(self._arrays[-2:]), kind="stable")]
-        return new
-
-
-def hashes_file(job: TokenizeJob, shard: int) -> Path:
-    prefix = job.shard_prefix(shard)
-    return prefix.with_name(f".{prefix.name}.hashes.npy")
-
-
-def seen_before(job: TokenizeJob, shard: int) -> Seen:
-    """The hashes of all earlier shards. Raises InputError when one of these is missing."""
-    seen = Seen()
-    for earlier in range(shard):
-        if finished_shard(job, earlier) is None or not hashes_file(job, earlier).exists():
-            raise InputError(
-                f"--deduplicate makes shards in order: shard {shard} of {job.prefix} needs the hashes of shard {earlier}; "
-                f"make them all with one tokenize_files command, after removing {job.prefix}_* where that was finished once"
-            )
-        seen.add_new(np.load(hashes_file(job, earlier)))
-    return seen
-
-
-def without(chunk: Chunk, drop: np.ndarray) -> None:
-    """Take documents out of a chunk, and count them as duplicates."""
-    if drop.any():
-        chunk.ids = chunk.ids[np.repeat(~drop, chunk.lengths)]
-        chunk.lengths = chunk.lengths[~drop]
-        chunk.counts["duplicate"] += int(drop.sum())
+    seen.add_new(np.load(hashes_file(job, shard)))
 
 
 @functools.lru_cache(1)
@@ -276,54 +48,25 @@ def tokenizer_and_encoder(job: TokenizeJob):
     tokenizer = TextTokenizer(job.tokenizer, job.end_token)
     if tokenizer.sha256 != job.tokenizer_sha256:
         raise InputError(f"tokenizer {job.tokenizer} here is another one than where this job was made")
-    sample: list[str] = []
-    for piece in job.shards[0][:1]:
-        with closing(piece.chunks(job.json_key, job.max_record_bytes)) as chunks:
-            for chunk in chunks:
-                texts = (piece.parse(r, job.json_key, job.max_record_bytes) for r in chunk.records[:200])
-                sample = [text[:10_000] for text in texts if isinstance(text, str)]
-                break
-    encoder, note = choose_encoder(tokenizer, job.engine, sample)
+    encoder, note = choose_encoder(tokenizer, job.engine, sample_texts(job))
     if note:
         print(note)
     return tokenizer, encoder
 
 
-def finished_shard(job: TokenizeJob, shard: int) -> dict | None:
-    """The report of a finished shard, None where there is none. Raises InputError for an output of another job."""
-    prefix = job.shard_prefix(shard)
-    index, data, record = (file_of(prefix, suffix) for suffix in (".idx", ".bin", ".json"))
-    if not record.exists():
-        if index.exists() and not job.overwrite:
-            raise InputError(
-                f"{index} exists without a record of what made it; choose another --output_prefix or pass --overwrite"
-            )
-        return None
-    made_by = read_json(record)
-    if difference := first_difference(made_by.get("job"), job.identity):
-        if job.overwrite:
-            return None
-        raise InputError(
-            f"{record} exists, of another job ({difference}); choose another --output_prefix or pass --overwrite"
-        )
-    whole = index.exists() and data.exists()
-    whole = whole and data.stat().st_size == made_by["tokens"] * np.dtype(made_by["dtype"]).itemsize
-    return made_by if whole else None
-
-
-def first_difference(there: dict | None, here: dict) -> str | None:
-    """Where two jobs part, None when they are the same."""
-    if not there:
-        return "it does not say which"
-    for key, value in here.items():
-        if there.get(key) != value:
-            if key == "sources":
-                pairs = zip(there[key], value, strict=False)
-                number = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(there[key]), len(value)))
-                there, value = ((s[number] if number < len(s) else "none") for s in (there[key], value))
-                return f"source {number + 1} was {there}, is {value}"
-            return f"{key} was {there.get(key)}, is {value}"
-    return None
+def sample_texts(job: TokenizeJob, most: int = 200, most_bytes: int = 1 << 23) -> list[str]:
+    """The beginnings of the first good records, for comparing encoders."""
+    sample: list[str] = []
+    read = 0
+    for piece in job.shards[0]:
+        with closing(piece.chunks(job.json_key, job.max_record_bytes)) as chunks:
+            for chunk in chunks:
+                texts = (piece.parse(record, job.json_key, job.max_record_bytes) for record in chunk.records[:most])
+                sample += (text[:10_000] for text in texts if isinstance(text, str))
+                read += chunk.size
+                if len(sample) >= most or read >= most_bytes:
+                    return sample[:most]
+    return sample
 
 
 def tokenize_shard(
@@ -344,13 +87,15 @@ def tokenize_shard(
         seen: with `deduplicate`, the hashes of all earlier shards; by default they are read.
     """
     if report := finished_shard(job, shard):
-        if seen is not None and shard + 1 < job.num_shards:
-            seen.add_new(np.load(hashes_file(job, shard)))
+        if seen is not None and job.num_shards > 1:
+            add_hashes(seen, job, shard)
         if progress:
             progress(sum(piece.stored_bytes for piece in job.shards[shard]), 0, 0)
         return report
     if job.deduplicate and seen is None:
-        seen = seen_before(job, shard)
+        seen = Seen()
+        for earlier in range(shard):
+            add_hashes(seen, job, earlier)
     tokenizer, encoder = tokenizer_and_encoder(job)
     prefix = job.shard_prefix(shard)
     make_directory(prefix.parent, "output directory")
@@ -393,7 +138,7 @@ def tokenize_shard(
                 "seconds": max(round(time.perf_counter() - begin, 2), 0.01),
                 "checksums": writer.checksums,
                 "shard": shard,
-                "sources": job.identity["sources"],
+                "sources": job.made_of(shard),
                 "job": job.identity,
             }
         )
@@ -411,7 +156,7 @@ def tokenize_shard(
                 if seen is not None:
                     new = seen.add_new(chunk.hashes)
                     hashes.append(chunk.hashes[new])
-                    without(chunk, ~new)
+                    chunk.leave_out(~new)
                 writer.add(chunk.ids, chunk.lengths)
                 counts.update(chunk.counts)
                 text_bytes += chunk.text_bytes
@@ -425,6 +170,9 @@ def finish(job: TokenizeJob) -> dict:
 
     Raises InputError naming the shards that are missing.
     """
+    if job.num_shards > 1:
+        own_record(job, job.prefix, job.made_of())  # refuses another job's
+        remove_leftovers(job.prefix)
     reports = [finished_shard(job, shard) for shard in range(job.num_shards)]
     if missing := [shard for shard, report in enumerate(reports) if report is None]:
         named = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
@@ -437,6 +185,7 @@ def finish(job: TokenizeJob) -> dict:
             totals.update(report["left_out"])
         report = {
             **reports[0],
+            "sources": job.made_of(),
             **{key: sum(report[key] for report in reports) for key in ("documents", "tokens", "special_in_text")},
             **{key: sum(report[key] for report in reports) for key in ("text_bytes", "seconds")},
             "max_token_id": max(report["max_token_id"] for report in reports),
@@ -460,32 +209,15 @@ def finish(job: TokenizeJob) -> dict:
     return {"prefix": str(job.prefix), **report}
 
 
-def other_outputs(job: TokenizeJob) -> list[Path]:
-    """Files of the same prefix with another number of shards: read together, documents would be there twice."""
-    name = re.escape(job.prefix.name)
-    if not job.prefix.parent.is_dir():
-        return []
-    ours = {job.shard_prefix(shard).name for shard in range(job.num_shards)} | {job.prefix.name}
-    pattern = re.compile(rf"\.?({name}(?:_\d{{5}}_of_\d{{5}})?)\.(?:bin|idx|json|rejects\.txt|hashes\.npy)")
-    found = ((pattern.fullmatch(path.name), path) for path in sorted(job.prefix.parent.iterdir()))
-    return [path for match, path in found if match and match[1] not in ours]
-
-
 def is_all_there(job: TokenizeJob) -> bool:
     """Whether the whole output is finished. Raises InputError when another job's output is in the way."""
-    others = [] if job.overwrite else other_outputs(job)
-    whole = file_of(job.prefix, ".json")
-    if job.num_shards > 1 and whole.exists() and not job.overwrite:
-        if difference := first_difference(read_json(whole).get("job"), job.identity):
-            raise InputError(
-                f"{whole} exists, of another job ({difference}); choose another --output_prefix or pass --overwrite"
-            )
+    whole = own_record(job, job.prefix, job.made_of())
     done = [finished_shard(job, shard) is not None for shard in range(job.num_shards)]
-    if others:
+    if not job.overwrite and (others := other_outputs(job)):
         raise InputError(
-            f"{others[0]} exists, of another number of shards; choose another --output_prefix or pass --overwrite"
+            f"{others[0]} exists, of another --num_shards; choose another --output_prefix or pass --overwrite"
         )
-    return all(done) and whole.exists() and first_difference(read_json(whole).get("job"), job.identity) is None
+    return whole is not None and all(done)
 
 
 def summary(report: dict) -> str:

@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +19,14 @@ from tokenizers import Tokenizer
 from data_prep.errors import InputError
 from data_prep.files import read_json
 
-# Texts above SEGMENT characters are cut into segments of about that: tokenizers takes 100 bytes a token while it encodes.
+# tokenizers takes over 100 bytes a token while it encodes, so longer texts are cut into segments of about SEGMENT bytes.
 SEGMENT = 1 << 20
-# A text is refused when it has to be cut, and no place for it is found over so many characters.
-LONGEST_SEGMENT = 1 << 24
+# A text is refused when it is longer than this and no place to cut it is found over so many bytes.
+LONGEST_SEGMENT = 1 << 22
 # Where standard pre-tokenizers part: before a space or newline between words, or before what follows a word.
 PLACES = re.compile(r"(?<=\w)(?:(?=[ \n]\w)|(?=[^\w\s]))")
 WINDOW = 256  # characters on both sides of a place
+PLACES_TRIED = 1000
 HUB_FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
 
 
@@ -117,22 +118,19 @@ class TextTokenizer:
 
     def segments(self, text: str) -> list[str] | None:
         """The text cut into pieces of bounded length that give the same ids; None where it can't be cut so."""
-        if len(text) <= SEGMENT:
+        width = _width(text)
+        usual, most = SEGMENT // width, LONGEST_SEGMENT // width
+        if len(text) <= usual:
             return [text]
-        if self._tokenizer.pre_tokenizer is None:
-            return [text] if len(text) <= LONGEST_SEGMENT else None
         found, first = [], 0
-        while len(text) - first > SEGMENT:
-            begin, end = first + SEGMENT, first + LONGEST_SEGMENT
-            places = (match.start() for match in PLACES.finditer(text, begin, min(end, len(text) - 1)))
-            place = next((place for place in places if self._parts_at(text, place)), None)
+        while self._tokenizer.pre_tokenizer is not None and len(text) - first > usual:
+            places = (match.start() for match in PLACES.finditer(text, first + usual, first + most))
+            place = next((place for place in islice(places, PLACES_TRIED) if self._parts_at(text, place)), None)
             if place is None:
-                if len(text) - first > LONGEST_SEGMENT:
-                    return None
                 break
             found.append(text[first:place])
             first = place
-        return [*found, text[first:]]
+        return [*found, text[first:]] if len(text) - first <= most else None
 
     def _parts_at(self, text: str, place: int) -> bool:
         """Whether the ids before and after `place` don't depend on each other.
@@ -162,11 +160,16 @@ class TextTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
+def _width(text: str) -> int:
+    """The most bytes of UTF-8, so about the most tokens, that one of its characters can take."""
+    return 1 if text.isascii() else 4
+
+
 def _batches(texts: list[str]) -> Iterator[list[str]]:
-    """Runs of texts of about SEGMENT characters."""
+    """Runs of texts of about SEGMENT bytes."""
     first = size = 0
     for number, text in enumerate(texts, 1):
-        size += len(text)
+        size += len(text) * _width(text)
         if size >= SEGMENT or number == len(texts):
             yield texts[first:number]
             first, size = number, 0

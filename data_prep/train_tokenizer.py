@@ -11,7 +11,8 @@ from pathlib import Path
 
 from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import make_directory, replace_directory
-from data_prep.sources import MAX_RECORD_BYTES, Source, add_input_arguments, inputs_of, iterate_texts
+from data_prep.formats import Source
+from data_prep.sources import MAX_RECORD_BYTES, add_input_arguments, inputs_of, iterate_texts
 
 END_TOKEN = "<|endoftext|>"
 BYTES = 256
