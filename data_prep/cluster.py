@@ -15,16 +15,8 @@ from pathlib import Path
 from datatrove.pipeline.base import PipelineStep
 
 from data_prep.errors import InputError, OneLineParser, run_command
-from data_prep.tokenize_files import (
-    TokenizeJob,
-    add_arguments,
-    finish,
-    finished_shard,
-    is_all_there,
-    job_of,
-    summary,
-    tokenize_shard,
-)
+from data_prep.tokenize_files import add_arguments, finish, is_all_there, job_of, summary, tokenize_shard
+from data_prep.tokenize_job import TokenizeJob, finished_shard
 
 
 class TokenizeShards(PipelineStep):

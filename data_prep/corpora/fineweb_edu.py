@@ -1,7 +1,9 @@
 """FineWeb-Edu's sample of 10 billion tokens: English web pages that a classifier rates as educational.
 
 `python -m data_prep.corpora.fineweb_edu --output DIR`; needs spaCy (MinHash compares words) and the network, or --source.
-docs/corpora.md has size, licence, disk, hours and token count.
+
+9,672,101 documents, 28.5 GB of Parquet, 46 GB of text, 10 billion tokens (GPT-2's); ODC-By 1.0. Takes 120 GB of disk and
+55 core-hours, 4 hours on 14 cores. docs/corpora.md says where these are from.
 
 Its makers have kept English (fastText score of at least 0.65), applied Gopher's, C4's and FineWeb's quality rules and an
 educational score of at least 3, so no filter is run here. They removed near-duplicates within each crawl only: between

@@ -22,6 +22,7 @@ from pathlib import Path
 from data_prep import split_tokens, tokenize_files
 from data_prep.errors import InputError
 from data_prep.files import make_directory, read_json, write_json
+from data_prep.tokenizer import TextTokenizer
 
 # One tokenizer for all corpora, as a run that blends token files needs: 128,256 ids, those of Llama 3; not gated.
 TOKENIZER = "marin-community/marin-tokenizer"
@@ -151,6 +152,7 @@ def prepare(arguments, folder: Path, cleaning: list, language: str, files: list[
     if not 1 <= tasks <= len(files):
         raise InputError(f"--tasks {tasks} does not lie between 1 and the {len(files)} source files")
     common = {"source": str(arguments.source), "limit": arguments.limit, "tasks": tasks}
+    TextTokenizer(str(arguments.tokenizer))  # what is wrong with it shows now, not after hours
     claim(folder, {**common, **settings})
     run_stage("cleaned", [*cleaning, JsonlWriter(str(folder / "cleaned"))], folder / "logs", tasks, arguments.workers)
     if not any((folder / "cleaned").glob("*")):

@@ -96,3 +96,9 @@ def test_more_tasks_than_files_are_refused(command):
 def test_limit_counts_documents_a_task(tmp_path, command, documents, source):
     fineweb_edu.main([*command, "--limit", "3"])
     assert sorted(documents(tmp_path / "out")) == sorted([*source[1][:3], *source[1][6:9]])
+
+
+def test_a_missing_tokenizer_is_told_before_any_work(tmp_path, command):
+    with pytest.raises(InputError, match="nowhere"):
+        fineweb_edu.main([*command, "--tokenizer", str(tmp_path / "nowhere")])
+    assert not (tmp_path / "out").exists()

@@ -82,7 +82,18 @@ def test_pages_in_another_language_go(tmp_path, corpus, command, documents, monk
 
 
 def test_a_missing_package_is_named(command, monkeypatch):
-    find_spec = mc4.require.__globals__["importlib"].util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fasttext" else find_spec(name))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "fasttext" else "found")
     with pytest.raises(InputError, match="^fasttext-numpy2-wheel not installed; pip install fasttext-numpy2-wheel$"):
+        mc4.main([*command, "de"])
+
+
+def test_a_language_model_that_cannot_be_had_is_one_line(command, corpus, monkeypatch):
+    pytest.importorskip("fasttext", reason="the language filter needs fasttext-numpy2-wheel")
+    from datatrove.utils import lid
+
+    def offline(*_, **__):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(lid, "cached_asset_path_or_download", offline)
+    with pytest.raises(InputError, match="^fastText's lid.176 can't be had: Name or .*; with --language_filter off"):
         mc4.main([*command, "de"])
