@@ -59,6 +59,8 @@ def test_junk_and_copies_go_in_each_language(tmp_path, corpus, command, document
     assert sorted(documents(tmp_path / "out" / "es")) == sorted(spanish)
     printed = capsys.readouterr().out
     assert "language filter: off, the source's own labels are believed" in printed
+    for step in ("Gopher Repetition: 17 of 20", "Gopher Quality: 16 of 17", "FineWeb Quality: 15 of 16"):
+        assert f"cleaned: {step} documents stay" in printed
     assert f"    - {{path: {tmp_path / 'out' / 'es'}/train_text_document, weight: 0.3}}" in printed
 
 
