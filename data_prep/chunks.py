@@ -19,7 +19,7 @@ from data_prep.token_file import token_dtype
 from data_prep.tokenize_job import TokenizeJob
 from data_prep.tokenizer import LONGEST_SEGMENT, GigatokenEncoder, TextTokenizer
 
-# Chunks wait for their turn while all that are in work hold less than this; a larger one is in work alone.
+# Nothing more is read while the chunks in work hold more than this.
 IN_WORK_BYTES = 1 << 26
 NOT_CUT = BadRecord(
     "too_long", f"over {LONGEST_SEGMENT / 1e6:.1f} MB without a place where this tokenizer lets a text be cut"

@@ -155,8 +155,21 @@ def test_nulls_and_bad_utf8_are_told_row_by_row(tmp_path):
 def test_a_row_group_is_read_in_batches(tmp_path, monkeypatch):
     monkeypatch.setattr(formats, "CHUNK_BYTES", 1000)
     path = write_parquet(tmp_path / "t.parquet", [f"{n:0100d}" for n in range(200)], rows=200)
+    batches = []
+    original = formats.column_texts
+    monkeypatch.setattr(
+        formats, "column_texts", lambda column, most: batches.append(len(column)) or original(column, most)
+    )
     found = chunks(find_inputs([str(path)])[0])
     assert max(chunk.size for chunk in found) <= 1000 and sum(len(chunk.records) for chunk in found) == 200
+    assert max(batches) <= 10
+
+
+def test_a_long_row_is_not_copied(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1000)
+    path = write_parquet(tmp_path / "t.parquet", ["a", "x" * 3000, "y" * 2000, "b"])
+    records = [record for chunk in chunks(find_inputs([str(path)])[0], most_bytes=2500) for record in chunk.records]
+    assert [getattr(record, "reason", record) for record in records] == [b"a", "too_long", b"y" * 2000, b"b"]
 
 
 def test_text_files(tmp_path, monkeypatch):

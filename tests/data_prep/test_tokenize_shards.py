@@ -11,7 +11,7 @@ import sys
 import numpy as np
 import pytest
 
-from data_prep import merge_tokens, tokenize_files, train_tokenizer
+from data_prep import chunks, formats, merge_tokens, tokenize_files, train_tokenizer
 from data_prep.chunks import Seen
 from data_prep.errors import InputError, OneLineParser
 from data_prep.token_file import TokenFile
@@ -31,6 +31,8 @@ def corpus(tmp_path_factory):
     texts = [f"{n} " + " ".join(random.choice(words, random.randint(1, 60))) for n in range(300)]
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
     (folder / "in.jsonl").write_text(lines)
+    twice = (text for n in range(300) for text in (texts[n], texts[max(n - 150, n % 7)])[: 1 + (n % 3 == 0)])
+    (folder / "twice.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in twice))
     (folder / "in.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
     pq.write_table(pa.table({"text": texts}), folder / "in.parquet", row_group_size=50)
     with pa.ipc.new_stream(folder / "in.arrow", pa.schema([("text", pa.string())])) as out:
@@ -140,7 +142,7 @@ import os, signal, sys
 from data_prep import formats, tokenize_files
 from data_prep.token_file import TokenFileWriter
 where, count = sys.argv[1], int(sys.argv[2])
-formats.CHUNK_BYTES = 2000
+formats.CHUNK_BYTES = 4000
 def dying(function, after=False):
     calls = 0
     def called(*arguments, **options):
@@ -163,11 +165,14 @@ tokenize_files.main(sys.argv[3:])
 
 
 @pytest.mark.parametrize("options", [[], ["--deduplicate"]])
-@pytest.mark.parametrize(("where", "count"), [("border", 2), ("middle", 9), ("rename", 8), ("rename", 9)])
+@pytest.mark.parametrize(
+    ("where", "count"), [("border", 2), ("middle", 9), ("rename", 6), ("rename", 7), ("rename", 8)]
+)
 def test_killed_the_same_command_goes_on(corpus, tmp_path, monkeypatch, where, count, options):
     for folder in ("killed", "whole"):
         (tmp_path / folder).mkdir()
-    arguments = command(corpus, tmp_path / "killed" / "p", "--num_shards", 4, *options)
+    options, source = [*options, "--num_shards", 4], "twice.jsonl" if options else "in.jsonl"
+    arguments = command(corpus, tmp_path / "killed" / "p", *options, source=source)
     driver = [sys.executable, "-c", KILLED, where, str(count), *arguments]
     assert subprocess.run(driver, cwd=REPOSITORY).returncode == -signal.SIGKILL
     index_files = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*.idx")}
@@ -176,7 +181,7 @@ def test_killed_the_same_command_goes_on(corpus, tmp_path, monkeypatch, where, c
         assert list((tmp_path / "killed").glob("*.tmp"))
     tokenize_files.main(arguments)
     assert all(path.stat().st_mtime_ns == moment for path, moment in index_files.items())
-    tokenize_files.main(command(corpus, tmp_path / "whole" / "p", "--num_shards", 4, *options))
+    tokenize_files.main(command(corpus, tmp_path / "whole" / "p", *options, source=source))
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
 
 
@@ -277,6 +282,26 @@ def test_the_first_of_duplicates_stays(corpus, tmp_path, shards, options, monkey
         texts += [decoder.decode(tokens.document(n)[:-1].tolist()) for n in range(len(tokens))]
     assert texts == [f"text number {n}" for n in range(10)]
     assert not list(tmp_path.glob(".*"))
+
+
+def test_what_is_in_work_is_bounded(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("data_prep.formats.CHUNK_BYTES", 500)
+    monkeypatch.setattr(chunks, "IN_WORK_BYTES", 400)
+    made = job(corpus, tmp_path / "p", "--engine", "tokenizers")
+    read, tokenizer = [], TextTokenizer(corpus / "tokenizer")
+    original = formats.JsonLines.chunks
+
+    def counted(*arguments):
+        for chunk in original(*arguments):
+            read.append(chunk.size)
+            yield chunk
+            assert sum(read[done:]) <= 400
+
+    monkeypatch.setattr(formats.JsonLines, "chunks", counted)
+    done = 0
+    for _ in chunks.tokenized_chunks(made, 0, 1, tokenizer, tokenizer.path):
+        done += 1
+    assert done == len(read) > 20
 
 
 def test_seen_hashes_stay_few_sorted_arrays():

@@ -73,6 +73,7 @@ def test_segments_give_the_same_ids(tmp_path, monkeypatch, name):
     [
         (None, None, "plain words " * 1000),  # the model sees the whole text
         (pre_tokenizers.ByteLevel(add_prefix_space=False), normalizers.Prepend("_"), "plain words " * 1000),
+        (pre_tokenizers.Metaspace(prepend_scheme="never", split=False), None, "plain words " * 1000),
         (pre_tokenizers.ByteLevel(add_prefix_space=False), None, "x" * 5000),
         (pre_tokenizers.ByteLevel(add_prefix_space=False), None, "\U0001f600" * 5000),
         (pre_tokenizers.ByteLevel(add_prefix_space=False), None, "words and " * 99 + "x" * 5000),
@@ -84,6 +85,13 @@ def test_what_cannot_be_cut_is_refused_above_a_size(tmp_path, monkeypatch, pre_t
     tokenizer = make(tmp_path, pre_tokenizer, normalizer)
     assert tokenizer.segments(text) is None
     assert tokenizer.segments(text[:900]) is not None
+
+
+def test_no_added_token_is_cut(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SEGMENT", 40)
+    tokenizer = make(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False), added=("lines and",))
+    segments = tokenizer.segments("lines and " * 30)
+    assert len(segments) > 5 and all(segment.strip().startswith("lines and") for segment in segments)
 
 
 def test_long_batches_are_encoded_in_parts(tmp_path, monkeypatch):
