@@ -30,9 +30,7 @@ def test_permissive_licences_and_one_of_near_copies_stay(tmp_path, tokenizer, do
             file.writelines(json.dumps(record) + "\n" for record in part)
     command = ["--output", str(tmp_path / "out"), "--source", str(tmp_path / "source"), "--workers", "1"]
     codeparrot.main([*command, "--tokenizer", str(tokenizer), "--validation_fraction", "0.4"])
-    stayed = documents(tmp_path / "out")
-    assert {program(n) for n in (0, 3, 5)} < set(stayed) and len(stayed) == 4
-    assert len({program(2), copy["content"]} & set(stayed)) == 1
+    assert sorted(documents(tmp_path / "out")) == sorted(program(n) for n in (0, 2, 3, 5))
     printed = capsys.readouterr().out
     assert "cleaned: Lambda: 5 of 9 documents stay" in printed
     assert "unique: MinHash stage 4: 4 of 5 documents stay" in printed

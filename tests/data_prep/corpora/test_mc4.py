@@ -26,7 +26,7 @@ def corpus(tmp_path, pages):
         "\n".join(junk_page.replace(".", "").split()),
         pages(1, "lorem ipsum dolor")[0],
     ]
-    files = {"de": [*german, *junk, german[2], german[5].replace("der", "dessen", 1), foreign], "es": spanish}
+    files = {"de": [*german, *junk, german[2], f"Neu {german[5]}", foreign], "es": spanish}
     (tmp_path / "source").mkdir()
     for code, texts in files.items():
         path = tmp_path / "source" / f"c4-{code}.tfrecord-00003-of-02048.json.gz"
@@ -44,18 +44,10 @@ def command(tmp_path, tokenizer):
     return [*command, "--tokenizer", str(tokenizer), "--validation_fraction", "0.3", "--languages"]
 
 
-def differing(stayed, expected):
-    return sorted(set(stayed) ^ set(expected))
-
-
 def test_junk_and_copies_go_in_each_language(tmp_path, corpus, command, documents, capsys):
     german, spanish, foreign = corpus
     mc4.main([*command, "de", "es", "--language_filter", "off"])
-    stayed = documents(tmp_path / "out" / "de")
-    assert len(stayed) == 13 and differing(stayed, [*german, foreign]) in (
-        [],
-        sorted({german[5]} ^ set(stayed) - set(german)),
-    )
+    assert sorted(documents(tmp_path / "out" / "de")) == sorted([*german, foreign])
     assert sorted(documents(tmp_path / "out" / "es")) == sorted(spanish)
     printed = capsys.readouterr().out
     assert "language filter: off, the source's own labels are believed" in printed
@@ -78,8 +70,7 @@ def test_pages_in_another_language_go(tmp_path, corpus, command, documents, monk
 
     monkeypatch.setattr(FT176LID, "model", WordCounter())
     mc4.main([*command, "de"])
-    german, _, foreign = corpus
-    assert {foreign, *german} - set(documents(tmp_path / "out" / "de")) - {german[5]} == {foreign}
+    assert sorted(documents(tmp_path / "out" / "de")) == sorted(corpus[0])
     assert "cleaned: Language ID: 18 of 20 documents stay" in capsys.readouterr().out
 
 
