@@ -231,7 +231,7 @@ def check_same_data(path: Path, now: dict) -> None:
         now: fingerprint of the data (SampleStream.fingerprint).
     """
     before = read_manifest(path)["data"]
-    changed = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
+    changed = next((key for key in ("files", *before, *now) if before.get(key) != now.get(key)), None)
     if changed is None:
         return
     was, has = before.get(changed), now.get(changed)
