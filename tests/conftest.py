@@ -77,6 +77,28 @@ def make_tiny(folder: Path, **changes) -> Path:
     return folder / "tiny.yaml"
 
 
+@pytest.fixture(scope="module")
+def s3():
+    """Environment of an S3 server on this machine, for this process and the ones it starts."""
+    import fsspec
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    settings = {
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+        "AWS_ACCESS_KEY_ID": "test",
+        "AWS_SECRET_ACCESS_KEY": "test",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        yield fsspec.filesystem("s3", use_listings_cache=False)
+    server.stop()
+
+
 class Finished:
     def __init__(self, code: int, output: str, seconds: float):
         self.code, self.output, self.seconds = code, output, seconds

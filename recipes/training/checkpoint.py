@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import shutil
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from recipes.training import checkpoint_files, distributed
 from recipes.training.async_checkpoint import SnapshotEngine, memory_limit
 from recipes.training.ds_config import precision, zero_stage
 from recipes.training.schedule import recipe_factor
+from recipes.training.upload import Uploader
 
 logger = logging.getLogger("recipes")
 HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
@@ -60,9 +62,9 @@ def seed_ranks(seed: int, step: int, rank: int) -> None:
 class Saver:
     """Saves a run's checkpoints, on all ranks together; at most one is on its way.
 
-    `save` begins one. At each step boundary `advance` is told whether any rank's writer is `busy`, and takes the
-    checkpoint on its way to the next stage, at the same step on every rank: "writing" the files, "publishing" the
-    manifest and `latest` by rank 0. `finish` waits for all of it.
+    `save` begins one. At each step boundary `advance` is told what any rank's `flags` say, and takes the checkpoint on
+    its way to the next stage, at the same step on every rank: "writing" the files, then "publishing" the manifest and
+    `latest` by rank 0, who also deletes the checkpoints that are no longer kept. `finish` waits for all of it.
     """
 
     def __init__(self, engine, recipe, sizes, fingerprint: dict, order_samples: int):
@@ -78,6 +80,9 @@ class Saver:
         self.writer = engine.checkpoint_engine = SnapshotEngine(recipe.checkpoint.asynchronous, limit)
         self._stage: str | None = None
         self._manifest: dict = {}
+        uploads = recipe.checkpoint.upload is not None
+        self.uploader = Uploader(checkpoint_files.remote_directory(recipe)) if uploads else None
+        self._saved_at, self._time_is_up = time.monotonic(), False
         if dist.get_rank() == 0:
             for path in checkpoint_files.unfinished(self.directory):
                 shutil.rmtree(path)  # left by a run that ended while saving
@@ -85,6 +90,7 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Begin a checkpoint of `progress.step`, once the one before is published."""
         self.finish()
+        self._saved_at, self._time_is_up = time.monotonic(), False
         memory, rank = self.writer.host_memory, dist.get_rank()
         writing = self.directory / checkpoint_files.incomplete_tag(progress.step)
         state = {"progress": asdict(progress), **self.data}
@@ -109,19 +115,36 @@ class Saver:
         if not self.recipe.checkpoint.asynchronous:
             self.finish()
 
-    def busy(self) -> bool:
-        """Whether this rank's writer is at work. Raises what it raised."""
-        return self.writer.busy()
+    def flags(self) -> list[bool]:
+        """Of this rank: writing, time for a checkpoint (by rank 0's clock), uploading. Raises what the writer raised."""
+        minutes = self.recipe.checkpoint.every_minutes
+        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        uploading = self.uploader is not None and self.uploader.busy()
+        return [self.writer.busy(), late and self._stage is None and dist.get_rank() == 0, uploading]
 
-    def advance(self, busy: bool) -> None:
-        """`busy`: whether any rank's writer is."""
-        if not busy and self._stage is not None:
+    def advance(self, writing: bool, time_is_up: bool, uploading: bool) -> None:
+        """Go on where nobody is at work any more. Arguments: the flags, each true where any rank's is."""
+        self._time_is_up = time_is_up
+        if not writing and self._stage is not None:
             self._next_stage()
+        if not uploading and self.uploader is not None:
+            self.uploader.advance()
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after this step."""
+        every = self.recipe.checkpoint.every_steps
+        return self._time_is_up or step == self.recipe.total_steps or every is not None and step % every == 0
 
     def finish(self) -> None:
         """Wait until the checkpoint on its way, if any, is published."""
         while self._stage is not None:
             self._next_stage()
+
+    def close(self) -> None:
+        """Wait for everything, the newest checkpoint's upload included."""
+        self.finish()
+        if self.uploader is not None:
+            self.uploader.finish()
 
     def _next_stage(self) -> None:
         step, rank = self._manifest["step"], dist.get_rank()
@@ -129,14 +152,28 @@ class Saver:
             files = {name: entry for part in distributed.gather(self.writer.result()) for name, entry in part.items()}
             manifest = {**self._manifest, "files": dict(sorted(files.items()))}
             if rank == 0:
-                self.writer.run(lambda: checkpoint_files.publish(self.directory, step, manifest))
+                self.writer.run(lambda: self._publish(step, manifest))
             self._stage = "publishing"
         else:
             if rank == 0:
                 self.writer.result()
             dist.barrier()
             self._stage = None
-            logger.info("saved %s", self.directory / checkpoint_files.tag(step))
+            path = self.directory / checkpoint_files.tag(step)
+            logger.info("saved %s", path)
+            if self.uploader is not None:
+                self.uploader.begin(path)
+
+    def _publish(self, step: int, manifest: dict) -> None:
+        keep = self.recipe.checkpoint
+        path = checkpoint_files.publish(self.directory, step, manifest)
+        if keep.keep_last is not None:
+            needed = self.uploader.needed() if self.uploader is not None else []
+            for old in checkpoint_files.retire(path, keep.keep_last, keep.keep_every, needed):
+                logger.info("deleted %s", old)
+        free, size = shutil.disk_usage(self.directory).free, checkpoint_files.size_of(path)
+        if free < 2 * size:
+            logger.warning("room for %.1f more checkpoints is left in %s", free / size, self.directory)
 
 
 def _in_folders(path: Path) -> list[str]:

@@ -13,6 +13,8 @@ import dataclasses
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -156,6 +158,63 @@ def publish(directory: Path, step: int, manifest: dict) -> Path:
     fsync_directory(directory)
     write_text(directory / "latest", final.name)
     return final
+
+
+def remote_directory(recipe) -> str:
+    """Where a run's checkpoints are uploaded to."""
+    return f"{recipe.checkpoint.upload.rstrip('/')}/{recipe.name}"
+
+
+def remote_steps(url: str) -> list[int]:
+    """Steps of the whole checkpoints in a remote directory, newest first. Raises InputError when it can't be listed."""
+    try:
+        system, root = open_remote(url)
+        found = {path.rsplit("/", 2)[-2] for path in system.glob(f"{root}/global_step*/{MANIFEST}")}
+    except Exception as error:  # whatever the storage's client raises
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError(f"checkpoint.upload: {url} can't be listed: {why}") from None
+    return sorted((int(TAG.fullmatch(name).group(1)) for name in found if TAG.fullmatch(name)), reverse=True)
+
+
+def open_remote(url: str):
+    """(fsspec's file system, the path in it) of a URL."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(url, use_listings_cache=False)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files, by its manifest."""
+    return sum(entry["bytes"] for entry in read_manifest(path)["files"].values())
+
+
+def retire(newest: Path, keep_last: int, keep_every: int | None, needed: Iterable[Path] = ()) -> list[Path]:
+    """Delete checkpoints older than `newest`, which is published, but for those to be kept; returns the deleted ones.
+
+    One that holds a file which is not in its manifest, or has no manifest, is left alone.
+
+    Args:
+        keep_last: number to be kept, `newest` among them.
+        keep_every: those of every n-th step are kept besides.
+        needed: kept besides.
+    """
+    older = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
+    retired = []
+    for path in older[: max(len(older) - (keep_last - 1), 0)]:
+        if path in needed or keep_every and step_of(path) % keep_every == 0:
+            continue
+        try:
+            ours = set(read_manifest(path)["files"])
+        except InputError:
+            continue
+        if set(files_of(path)) <= ours:
+            doomed = path.with_name(
+                incomplete_tag(step_of(path))
+            )  # killed from here on, the next start removes the rest
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+            retired.append(path)
+    return retired
 
 
 def set_aside(path: Path) -> Path | None:

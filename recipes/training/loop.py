@@ -11,7 +11,7 @@ from data_prep.errors import InputError
 from data_prep.loader import StepLoader
 from monitoring.metrics import MetricsWriter, StepClock, step_line
 from recipes import models
-from recipes.training import checkpoint_files, distributed, faults, run_directory
+from recipes.training import checkpoint_files, distributed, faults, probe, run_directory
 from recipes.training.prepare import Prepared, prepare, training_stream, validation_stream
 from recipes.training.settings import recipe_parser
 
@@ -73,9 +73,12 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     logger.info("%s: %s", recipe.run_directory, sizes)
 
     # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
-    from recipes.training import checkpoint
+    from recipes.training import checkpoint, upload
 
     way = method()
+    if (warning := probe.check_checkpoint_directory(recipe, prepared.ds_config, place.rank)) is not None:
+        logger.warning(warning)
+    upload.fetch(recipe, prepared.ds_config, sizes)
     resume_from = checkpoint.choose(recipe, sizes)
     order_samples = checkpoint_files.order_samples(recipe, resume_from)
     stream = training_stream(recipe, order_samples)
@@ -120,8 +123,8 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     while progress.step < total and not stopped:
         clock.start()
         batch = loader.next()
-        result = way.train_step(engine, batch, sizes, lambda: [signals.stop_requested(), saver.busy()])
-        stopped, saving = result.flags
+        result = way.train_step(engine, batch, sizes, lambda: [signals.stop_requested(), *saver.flags()])
+        stopped, *saving = result.flags
         progress.advance(sizes.global_batch, result.tokens, result.applied)
         sample_log.write(progress.step, batch)
         values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
@@ -129,16 +132,16 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
         skips.check(progress.step, result.applied)
-        saver.advance(saving)
+        saver.advance(*saving)
         if stopped:  # before anything else: the time until the kill may be short
             saver.save(progress)
             saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
-        if not stopped and due(recipe.checkpoint.every_steps):
+        if not stopped and saver.due(progress.step):
             saver.save(progress)
 
-    saver.finish()
+    saver.close()
     loader.close()
     if place.rank == 0:
         metrics.close()

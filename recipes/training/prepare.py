@@ -164,6 +164,13 @@ def _pairs(files: list[dict]) -> tuple[tuple[str, float], ...]:
 def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, stream: SampleStream | None) -> None:
     """Checkpoints in the run directory are of this model, batch, layout and data, and one is whole."""
     if recipe.checkpoint.resume == "none":
+        if recipe.checkpoint.upload is not None and stream is not None:
+            url = checkpoint_files.remote_directory(recipe)
+            if steps := checkpoint_files.remote_steps(url):
+                raise InputError(
+                    f"{url} holds checkpoints of an earlier run, up to step {steps[0]}: use another name=... or "
+                    "checkpoint.upload, or move them away"
+                )
         return
     found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
     if found.chosen is None:

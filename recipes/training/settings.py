@@ -90,6 +90,10 @@ class ScheduleSettings:
 @dataclass
 class CheckpointSettings:
     every_steps: int | None = None  # optimizer steps; null: only at the end and on a signal
+    every_minutes: float | None = None  # and when this much time has passed since the last one
+    keep_last: int | None = None  # older ones are deleted once the next is published; null: all are kept
+    keep_every: int | None = None  # those of every n-th step are kept for ever
+    upload: str | None = None  # URL (s3://, gs://, ...) that published ones are copied to; nothing is deleted there
     resume: str = "latest"  # latest | none | a step number
     asynchronous: bool = True  # training waits for a copy in host memory only, while a thread writes it
     host_memory_gib: float | None = None  # most that a rank's copy may take; null: its part of half of what is free
@@ -323,6 +327,9 @@ def check_recipe(recipe: Recipe, where) -> None:
         ("validation.every_steps", recipe.validation.every_steps),
         ("validation.samples", recipe.validation.samples),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
+        ("checkpoint.every_minutes", recipe.checkpoint.every_minutes),
+        ("checkpoint.keep_last", recipe.checkpoint.keep_last),
+        ("checkpoint.keep_every", recipe.checkpoint.keep_every),
         ("checkpoint.host_memory_gib", recipe.checkpoint.host_memory_gib),
         ("monitor.log_every_steps", recipe.monitor.log_every_steps),
         ("guards.max_skipped_in_a_row", recipe.guards.max_skipped_in_a_row),
@@ -335,6 +342,14 @@ def check_recipe(recipe: Recipe, where) -> None:
         resume in ("latest", "none") or (resume.isascii() and resume.isdecimal()),
         "checkpoint.resume",
         f"{resume!r} must be latest, none or a step number",
+    )
+    upload = recipe.checkpoint.upload
+    need(upload is None or is_url(upload), "checkpoint.upload", f"{upload!r} must be a URL, such as s3://bucket/runs")
+    keep_every, every = recipe.checkpoint.keep_every, recipe.checkpoint.every_steps
+    need(
+        keep_every is None or every is not None and keep_every % every == 0,
+        "checkpoint.keep_every",
+        f"{keep_every} must be a multiple of checkpoint.every_steps {every}: other steps are not saved",
     )
     models.family(recipe.model.family).check(recipe.model, recipe.data.seq_length, need)
 
