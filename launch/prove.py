@@ -195,12 +195,15 @@ def devices_here(device: str) -> int | None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = recipe_parser(__doc__.splitlines()[0], prog="python -m launch.prove")
-    parser.add_argument("recipe", help="recipe YAML, or the name of one in recipes/")
+    usage = "python -m launch.prove [options] R.yaml [KEY=VALUE ...]"
+    parser = recipe_parser(__doc__.splitlines()[0], prog="python -m launch.prove", usage=usage)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     arguments = parser.parse_intermixed_args(argv)
-    recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config)
+    if not arguments.overrides or "=" in arguments.overrides[0]:
+        raise InputError(f"name a recipe first; usage: {usage}")
+    path, *changes = arguments.overrides
+    recipe, overrides = load_recipe(path, changes, arguments.deepspeed_config)
     config = load_ds_config(recipe.deepspeed_config, overrides)
     sizes = parallel_sizes(config, recipe.pipeline if recipe.pipeline.stages is not None else None)
     kinds = [kind for kind in KINDS if sizes[kind] > 1]
