@@ -173,20 +173,26 @@ def decompressed(raw, name: str):
 
 def split_records(read: Callable[[int], bytes], delimiter: bytes, most_bytes: int) -> Iterator[list[bytes | BadRecord]]:
     """Lists of what lies between delimiters, without them, one list a read; only one that is not too long is held."""
-    held, skipping = bytearray(), False
+    held, size = [], 0  # of the record that has not ended yet: its parts, while it is not too long, and its length
+    tail = b""  # its last bytes, where a delimiter may have begun
     while block := read(CHUNK_BYTES):
-        unsearched = max(0, len(held) - len(delimiter) + 1)
-        held += block
-        end = held.find(delimiter, unsearched)
-        if end >= 0:
-            first = too_long(most_bytes) if skipping or end > most_bytes else bytes(memoryview(held)[:end])
-            *others, rest = bytes(memoryview(held)[end + len(delimiter) :]).split(delimiter)
-            held, skipping = bytearray(rest), False
-            yield [first, *others]
-        elif len(held) > most_bytes:
-            held, skipping = held[len(held) - len(delimiter) + 1 :], True
-    if skipping or held:
-        yield [too_long(most_bytes) if skipping else bytes(held)]
+        records = (tail + block).split(delimiter)
+        if len(records) > 1:
+            size += len(records[0]) - len(tail)
+            if size > most_bytes:
+                records[0] = too_long(most_bytes)
+            elif held:
+                records[0] = b"".join([*held, records[0][len(tail) :]])[:size]
+            rest = records.pop()
+            yield records
+            held, size = [rest], len(rest)
+        else:
+            [rest] = records
+            size += len(block)
+            held = [*held, block] if size <= most_bytes else []
+        tail = rest[max(len(rest) - len(delimiter) + 1, 0) :]
+    if size:
+        yield [too_long(most_bytes) if size > most_bytes else b"".join(held)]
 
 
 class JsonLines(Source):

@@ -89,26 +89,10 @@ def test_urls():
         texts("nosuch://x")
 
 
-def test_s3(monkeypatch):
-    import fsspec
-    from moto.server import ThreadedMotoServer
-
-    for name, value in (
-        ("AWS_ACCESS_KEY_ID", "x"),
-        ("AWS_SECRET_ACCESS_KEY", "x"),
-        ("AWS_DEFAULT_REGION", "us-east-1"),
-    ):
-        monkeypatch.setenv(name, value)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0)
-    server.start()
-    try:
-        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.get_host_and_port()[1]}")
-        system = fsspec.filesystem("s3", skip_instance_cache=True)
-        system.mkdir("corpus")
-        fill(system, "corpus")
-        check_remote("s3://corpus")
-    finally:
-        server.stop()
+def test_s3(s3):
+    s3.mkdir("corpus")
+    fill(s3, "corpus")
+    check_remote("s3://corpus")
 
 
 def test_shards_are_contiguous_lines(tmp_path):
