@@ -109,7 +109,7 @@ def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> 
             if step == 3:
                 torch.accelerator.synchronize()
                 begin = time.perf_counter()
-            losses.append(train_step(engine, loader.next(), sizes, stop=lambda: False).loss)
+            losses.append(train_step(engine, loader.next(), sizes).loss)
         torch.accelerator.synchronize()
         seconds = (time.perf_counter() - begin) / steps
         loader.close()

@@ -34,7 +34,7 @@ def ours(engine, loader, sizes, clock, metrics, progress) -> None:
 
     clock.start()
     batch = loader.next()
-    result = train_step(engine, batch, sizes, stop=lambda: False)
+    result = train_step(engine, batch, sizes)
     progress.advance(sizes.global_batch, result.tokens, result.applied)
     values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
     metrics.write(progress.step, values)

@@ -77,13 +77,16 @@ def make_tiny(folder: Path, **changes) -> Path:
     return folder / "tiny.yaml"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def s3():
-    """Environment of an S3 server on this machine, for this process and the ones it starts."""
+    """An S3 server on this machine, for this process and the ones it starts: its file system.
+
+    One for all tests, since fsspec keeps the file systems that it has made, endpoints included.
+    """
     import fsspec
     from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer(port=0, verbose=False)
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     settings = {
