@@ -6,7 +6,7 @@ import logging
 import random
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +38,8 @@ class Progress:
     consumed_tokens: int = 0
     applied_updates: int = 0
     skipped_steps: int = 0
+    left_out: list = field(default_factory=list)  # [begin, end) of samples that a rollback has passed over
+    recent: dict = field(default_factory=dict)  # losses and norms that the spike detector compares with
 
     def advance(self, samples: int, tokens: int, applied: bool) -> None:
         self.step += 1
@@ -48,7 +50,16 @@ class Progress:
 
     def counters(self) -> dict:
         """The values of metrics.jsonl that come from here (the step has a place of its own there)."""
-        return {key: value for key, value in asdict(self).items() if key != "step"}
+        names = ("consumed_samples", "consumed_tokens", "applied_updates", "skipped_steps")
+        return {name: getattr(self, name) for name in names}
+
+    def pass_over(self) -> bool:
+        """Move on from the begin of samples that are left out to their end; whether there were any."""
+        begun = self.consumed_samples
+        for begin, end in sorted(self.left_out):
+            if begin == self.consumed_samples:
+                self.consumed_samples = end
+        return self.consumed_samples != begun
 
 
 def seed_ranks(seed: int, step: int, rank: int) -> None:
@@ -100,7 +111,10 @@ class Saver:
         # two ranks can see two lists.
         copied = distributed.broadcast(_in_folders(writing) if rank == 0 else None)
         self._manifest = {
-            **asdict(progress),
+            "step": progress.step,
+            **progress.counters(),
+            "left_out": progress.left_out,
+            "parent": self.recipe.checkpoint.start_from or self.recipe.checkpoint.branch_from,
             **checkpoint_files.compatibility(self.recipe),
             "layout": layout(self.engine, self.sizes),
             "total_steps": self.recipe.total_steps,
@@ -216,16 +230,20 @@ def choose(recipe, sizes) -> Path | None:
     return found.chosen
 
 
-def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
+def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = False) -> Progress:
     """Load a checkpoint into the engine and restore this rank's random states; returns where the run stands.
 
     The rate of the next update, and the optimizer's hyperparameters, are those of the recipe and the ds_config as they
     are now.
 
+    Args:
+        branch: the checkpoint is another run's: its data can be other data, and nothing is changed in its directory.
+
     Raises InputError when the data is not the data that the checkpoint was trained on.
     """
     manifest = checkpoint_files.read_manifest(path)
-    checkpoint_files.check_same_data(path, fingerprint)
+    if not branch:
+        checkpoint_files.check_same_data(path, fingerprint)
     groups = engine.lr_scheduler.optimizer.param_groups
     wanted = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in groups]
     loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
@@ -240,7 +258,7 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
         )
     _apply_hyperparameters(engine, wanted)
     _apply_schedule(engine, recipe_factor(recipe))
-    if rank == 0 and recipe.checkpoint.resume != "latest":
+    if rank == 0 and recipe.checkpoint.resume != "latest" and not branch:
         write_text(path.parent / "latest", path.name)
         for later in checkpoint_files.checkpoints(path.parent):
             if checkpoint_files.step_of(later) > progress.step:

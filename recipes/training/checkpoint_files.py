@@ -236,15 +236,27 @@ def compatibility(recipe) -> dict:
     return {"model": model, "global_batch_size": recipe.global_batch_size}
 
 
-def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
-    """Raises InputError when the checkpoint is of another model, batch, precision or layout than the run to be."""
-    manifest = read_manifest(path)
-    now = compatibility(recipe)
-    was_model, now_model = manifest["model"], now["model"]
+def parent_checkpoint(reference: str) -> Path:
+    """The checkpoint that RUN@STEP names. Raises InputError when it is not there or not whole."""
+    run, _, step = reference.rpartition("@")
+    if not run or not (step.isascii() and step.isdecimal()):
+        raise InputError(f"{reference!r} is not RUN@STEP: a run directory and the step of one of its checkpoints")
+    return find(Path(run) / "checkpoints", step).chosen
+
+
+def check_same_model(path: Path, recipe) -> None:
+    """Raises InputError when the checkpoint is of another model than the recipe's."""
+    was_model, now_model = read_manifest(path)["model"], compatibility(recipe)["model"]
     changed = [key for key in {**was_model, **now_model} if was_model.get(key) != now_model.get(key)]
     if changed:
         pairs = ", ".join(f"{key} {was_model.get(key)} (now {now_model.get(key)})" for key in changed)
         raise InputError(f"{path} is of another model: {pairs}; use another name=... for this run")
+
+
+def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
+    """Raises InputError when the checkpoint is of another model, batch, precision or layout than the run to be."""
+    check_same_model(path, recipe)
+    manifest = read_manifest(path)
     if manifest["global_batch_size"] != recipe.global_batch_size:
         raise InputError(
             f"{path} was trained with global_batch_size {manifest['global_batch_size']}, now {recipe.global_batch_size}: the "

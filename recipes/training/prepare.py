@@ -53,7 +53,9 @@ def prepare(
 
 
 def _prepare(arguments, world_size, accelerator, files, content, script) -> Prepared:
-    recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config, arguments.resume)
+    recipe, overrides = load_recipe(
+        arguments.recipe, [*arguments.overrides, *_references(arguments)], arguments.deepspeed_config, arguments.resume
+    )
     if script is not None and Path(script).stem != Path(recipe.entry_script).stem:
         state = (
             "has no pipeline.stages"
@@ -165,6 +167,20 @@ def _pairs(files: list[dict]) -> tuple[tuple[str, float], ...]:
     return tuple((entry["path"], entry["weight"]) for entry in files)
 
 
+def _references(arguments) -> list[str]:
+    given = ((key, getattr(arguments, key)) for key in ("start_from", "branch_from"))
+    return [f"checkpoint.{key}={value}" for key, value in given if value is not None]
+
+
+def check_parent(recipe: Recipe, config: dict, sizes: Sizes | None) -> None:
+    """The checkpoint that a run without one of its own begins from is whole and of this model."""
+    if recipe.checkpoint.branch_from is not None:
+        path = checkpoint_files.parent_checkpoint(recipe.checkpoint.branch_from)
+        checkpoint_files.check_compatible(path, recipe, config, sizes)
+    elif recipe.checkpoint.start_from is not None:
+        checkpoint_files.check_same_model(checkpoint_files.parent_checkpoint(recipe.checkpoint.start_from), recipe)
+
+
 def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, stream: SampleStream | None) -> None:
     """Checkpoints in the run directory are of this model, batch, layout and data, and one is whole."""
     if recipe.checkpoint.resume == "none":
@@ -175,9 +191,11 @@ def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, strea
                     f"{url} holds checkpoints of an earlier run, up to step {steps[0]}: use another name=... or "
                     "checkpoint.upload, or move them away"
                 )
+        check_parent(recipe, config, sizes)
         return
     found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
     if found.chosen is None:
+        check_parent(recipe, config, sizes)
         return
     checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
     num_samples = checkpoint_files.order_samples(recipe, found.chosen)

@@ -76,6 +76,26 @@ def nan(engine) -> None:
     next(engine.module.parameters()).data.flatten()[-1] = float("nan")
 
 
+def flip(engine) -> None:
+    """One bit of one weight; stays on this rank at ZeRO stage 0."""
+    import torch
+
+    next(engine.module.parameters()).data.view(torch.int32)[0, 0] ^= 1
+
+
+def spike(_engine) -> None:
+    """A loss 50 times as large, once."""
+    from recipes.training import step
+
+    forward = step.forward
+
+    def large(*arguments):
+        step.forward = forward
+        return {name: value * 50 for name, value in forward(*arguments).items()}
+
+    step.forward = large
+
+
 def disk_full(_engine) -> None:
     def refuse():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -87,7 +107,7 @@ def kill_writing(_engine) -> None:
     patch_writer(kill)
 
 
-FAULTS = {f.__name__: f for f in (kill, hang, nan, disk_full, kill_writing)} | {"raise": fail}
+FAULTS = {f.__name__: f for f in (kill, hang, nan, flip, spike, disk_full, kill_writing)} | {"raise": fail}
 
 
 if "RANK" in os.environ:
