@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import kill_storm
 from recipes.training import checkpoint_files
 from tests.conftest import launch_run, make_tiny, metrics
 
@@ -165,3 +166,9 @@ def test_runs_that_begin_where_another_was(tmp_path, whole):
     ]
     finished = launch_run(recipe, "name=other", "--start_from", f"{tmp_path}/runs/tiny@5")
     assert finished.code == 2 and "no checkpoint of step 5 in " in finished.last_line
+
+
+def test_a_storm_of_kills(tmp_path):
+    result = kill_storm.storm(tmp_path, kills=5, seed=3)
+    assert result["wrong"] == [] and result["starts"] >= 6, result
+    assert result["most_steps_lost_to_one_kill"] <= 2 * result["interval"]
