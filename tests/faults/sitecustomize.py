@@ -80,7 +80,7 @@ def flip(engine) -> None:
     """One bit of one weight; stays on this rank at ZeRO stage 0."""
     import torch
 
-    next(engine.module.parameters()).data.view(torch.int32)[0, 0] ^= 1
+    next(engine.module.parameters()).data.view(torch.int32)[0, 0] ^= 1 << 20  # lower ones can be rounded away
 
 
 def spike(_engine) -> None:
