@@ -25,7 +25,7 @@ def check_checkpoint_directory(recipe, config: dict, rank: int) -> str | None:
         fault = _write(token.with_name(f"{token.name}_{rank}"))
     answers = distributed.gather((fault, seen, host))
     if rank == 0:
-        for path in directory.glob(f"{token.name}*"):
+        for path in directory.glob(".probe_*"):
             path.unlink(missing_ok=True)
     for number, (fault, _, where) in enumerate(answers):
         if fault is not None:
