@@ -81,12 +81,8 @@ def run_case(case: dict) -> dict:
         for step in range(case["steps"]):
             place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
             batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
-<<<<<<< HEAD
-            values = train_step(engine, batch, sizes)
-=======
             with poisoned(step + 1 == case.get("poison") and dist.get_rank() == dist.get_world_size() - 1):
-                values = train_step(engine, batch, sizes, stop=lambda: False)
->>>>>>> main
+                values = train_step(engine, batch, sizes)
             for key in result:
                 result[key].append(getattr(values, key))
             if case.get("moved"):
