@@ -91,6 +91,12 @@ def newest_step(run_directory: Path | None) -> int:
     return checkpoint_files.step_of(found[-1]) if found else -1
 
 
+def was_stopped(run_directory: Path | None) -> bool:
+    """Whether the run saved and left on a signal, such as when its launcher was killed."""
+    state = faults.read_report(run_directory / "state.json") if run_directory is not None else None
+    return state is not None and state["state"] == "stopped"
+
+
 def devices_present() -> int | None:
     """NVIDIA devices that the driver has now; None where there is no such driver."""
     return len(list(Path("/proc/driver/nvidia/gpus").glob("*"))) or None
@@ -141,8 +147,10 @@ def main(argv: list[str] | None = None) -> int:
     while True:
         before = newest_step(run_directory)
         code, cause = supervisor.start(command if not failures else fitting(command, accelerator))
-        if code == 0 or code == faults.USER_MISTAKE or supervisor.stopped.is_set():
+        if code == faults.USER_MISTAKE or supervisor.stopped.is_set() or code == 0 and not was_stopped(run_directory):
             return code if code >= 0 else faults.FAULT
+        if code == 0:
+            cause = "stopped by a signal that did not come through this command"
         if newest_step(run_directory) > before:
             failures = 0
         first = cause if failures == 0 else first

@@ -47,6 +47,14 @@ def test_a_fault_is_started_again_and_a_mistake_is_not(stub, capfd):
     assert supervise.main(COMMAND) == 2
 
 
+def test_a_run_that_others_stopped_goes_on(stub, capfd):
+    state = """echo '{{"state": "{}"}}' > {}/state.json"""
+    folder = stub.checkpoints.parent
+    starts = stub(state.format("stopped", folder), state.format("finished", folder))
+    assert supervise.main(["--pause_s", "0", *COMMAND]) == 0 and len(starts) == 2
+    assert "stopped by a signal that did not come through this command" in capfd.readouterr().err
+
+
 def test_it_gives_up_with_the_first_cause(stub, capfd):
     starts = stub("echo 'error: first' >&2; exit 1", "echo 'error: second' >&2; exit 1", "exit 1")
     assert supervise.main(["--max_restarts", "2", "--pause_s", "0.01", *COMMAND]) == 1
