@@ -1,21 +1,43 @@
 """Check a recipe and its ds_config before any device is used: `python -m launch.check R.yaml [--world_size N]`.
 
-Exit code 0 when the run could start, 2 with one line saying what must be mended.
+Exit code 0 when the run could start, 2 with one line saying what must be mended. Warnings (likely a mistake) and notes
+stop nothing.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from pathlib import Path
 
 from data_prep.errors import InputError, run_command
+from launch.hardware import check_topology, hardware_of, kind_of
 from launch.run import find_accelerator
 from recipes import models
 from recipes.training.ds_config import precision, zero_stage
-from recipes.training.prepare import prepare
+from recipes.training.prepare import Prepared, prepare
+from recipes.training.remarks import remarks
 from recipes.training.settings import REPOSITORY, recipe_parser
 
 
-def describe(prepared) -> str:
+def check(arguments, world_size: int | None, accelerator: str | None = None, files: bool = True) -> Prepared:
+    """`prepare`, and what depends on where the ranks are. Raises InputError for the first mistake.
+
+    Args:
+        arguments: of `check_parser`.
+        world_size, accelerator, files: as in `prepare`.
+    """
+    prepared = prepare(arguments, world_size, accelerator, files=files)
+    where = prepared.recipe.deepspeed_config
+    hardware = hardware_of(prepared.ds_config, where)
+    if arguments.devices_per_node is not None:
+        hardware = replace(hardware, devices_per_node=arguments.devices_per_node)
+    if prepared.sizes is not None:
+        check_topology(prepared.sizes, hardware, where, arguments.allow_cross_node)
+    return prepared
+
+
+def describe(prepared: Prepared) -> str:
     """What the checked run is, in three lines."""
     recipe = prepared.recipe
     parameters = models.family(recipe.model.family).parameter_count(recipe.model)
@@ -27,27 +49,49 @@ def describe(prepared) -> str:
     ]
     if prepared.sizes is not None:
         lines.append(str(prepared.sizes))
-    return "\n".join(lines)
+    return "\n".join([*lines, *remarks(recipe, prepared.ds_config, prepared.sizes)])
+
+
+def check_parser(description: str, **options):
+    """The options of launch.check and of what calls it."""
+    parser = recipe_parser(description, **options)
+    parser.add_argument("--devices_per_node", type=int, help="in place of the ds_config's _hardware.devices_per_node")
+    parser.add_argument(
+        "--allow_cross_node", action="store_true", help="take tensor and sequence groups that reach over several nodes"
+    )
+    return parser
+
+
+def shipped() -> list[tuple[str, Path]]:
+    """(name of a recipe in recipes/, a ds_config made for it): NAME.json, or NAME.HARDWARE.json."""
+    return [(path.name.split(".")[0], path) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))]
 
 
 def main(argv: list[str] | None = None) -> int:
     usage = "python -m launch.check [options] R.yaml [KEY=VALUE ...]"
-    parser = recipe_parser(__doc__.splitlines()[0], prog="python -m launch.check", usage=usage)
+    parser = check_parser(__doc__.splitlines()[0], prog="python -m launch.check", usage=usage)
     parser.add_argument("--world_size", type=int, help="ranks; without it, sizes that depend on them are not checked")
     parser.add_argument(
-        "--all", action="store_true", help="every shipped recipe, at its ds_config's _hardware, data left out"
+        "--all", action="store_true", help="every shipped ds_config, at its _hardware.devices, data left out"
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.all:
-        for path in sorted((REPOSITORY / "recipes").glob("*.yaml")):
-            arguments.recipe = path
-            devices = prepare(arguments, None, files=False).ds_config.get("_hardware", {}).get("devices")
-            print(describe(prepare(arguments, devices, files=False)), end="\n\n")
+        for arguments.recipe, path in shipped():
+            arguments.deepspeed_config = str(path)
+            hardware = hardware_of(check(arguments, None, files=False).ds_config, path.name)
+            accelerator = "cpu" if hardware.device == "cpu" else "cuda"
+            prepared = check(arguments, hardware.devices, accelerator, files=False)
+            print(
+                f"{path.name}, {hardware.devices} x {kind_of(hardware.device).name}",
+                describe(prepared),
+                sep="\n",
+                end="\n\n",
+            )
         return 0
     if not arguments.overrides or "=" in arguments.overrides[0]:
         raise InputError(f"name a recipe first, or pass --all; usage: {usage}")
     arguments.recipe, *arguments.overrides = arguments.overrides
-    print(describe(prepare(arguments, arguments.world_size, find_accelerator())))
+    print(describe(check(arguments, arguments.world_size, find_accelerator())))
     print("ok")
     return 0
 

@@ -299,6 +299,11 @@ def check_recipe(recipe: Recipe, where) -> None:
         f"{recipe.schedule.final_ratio:g} must lie in 0 .. 1",
     )
     total, warmup, decay = (recipe.steps_of(name) for name in ("steps", "warmup", "decay"))
+    need(
+        recipe.schedule.tokens is None or recipe.schedule.tokens >= recipe.tokens_per_step,
+        "schedule.tokens",
+        f"{recipe.schedule.tokens} are fewer than one batch, {recipe.tokens_per_step} = global_batch_size x data.seq_length",
+    )
     need(total > 0, "schedule.steps", "(or schedule.tokens) must be given and positive: how long is the run?")
     need(
         0 <= warmup <= total,
