@@ -42,6 +42,7 @@ WITH_VALUE = """
 DEVICE_FILES = (
     "/dev/nvidia[0-9]* /dev/dxg /dev/kfd /dev/dri/renderD* /dev/accel/* /dev/hl[0-9]* /dev/davinci[0-9]*".split()
 )
+SCRIPTS = ("pretrain", "pretrain_pipeline")  # of recipes/
 GRACE_S = 10  # for what outlives the launcher and its ranks
 
 
@@ -133,14 +134,16 @@ def find_accelerator() -> str | None:
 def check_script(script: str, arguments: list[str], options: dict[str, str], accelerator: str | None) -> Path | None:
     """Check what the entry script would check; returns its run directory, None for a script that is not ours."""
     if "--module" in options:
-        ours = script == "recipes.pretrain"
+        name = next((name for name in SCRIPTS if script == f"recipes.{name}"), None)
     else:
-        ours = Path(script).resolve() == REPOSITORY / "recipes" / "pretrain.py"
-    if not ours:
+        path = Path(script).resolve()
+        name = next((name for name in SCRIPTS if path == REPOSITORY / "recipes" / f"{name}.py"), None)
+    if name is None:
         return None
-    from recipes import pretrain
+    from recipes.training.loop import parse_arguments
 
-    prepared = prepare(pretrain.parse_arguments(arguments), world_size_of(options), accelerator)
+    parsed = parse_arguments("", arguments)
+    prepared = prepare(parsed, world_size_of(options), accelerator, script=f"recipes/{name}.py")
     check_unlocked(prepared.recipe.run_directory)
     return prepared.recipe.run_directory
 

@@ -21,7 +21,7 @@ def evaluate(model, tokens: TokenFile, seq_length: int, batch_size: int, limit: 
     """
     import torch
 
-    from recipes.training.step import token_loss_sum
+    from recipes.training.losses import token_loss_sum
 
     starts = list(range(0, tokens.total_tokens - 1, seq_length))[:limit]
     loss_sum, count = 0.0, 0

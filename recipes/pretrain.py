@@ -1,134 +1,31 @@
-"""Pretrain a language model under ZeRO 0-3: one recipe YAML, one ds_config JSON, any number of ranks.
+"""Pretrain a language model under ZeRO 0-3, with tensor, sequence or expert parallelism where the ds_config asks for it.
 
     deepspeed recipes/pretrain.py --recipe recipes/demo.yaml [--deepspeed_config C.json] [KEY=VALUE ...]
 
-Under `deepspeed`, torchrun, srun, mpirun or plain python alike; `python -m launch.run` checks everything first.
+Under `deepspeed`, torchrun, srun, mpirun or plain python alike; `python -m launch.run` checks everything first. The loop is
+in recipes/training/loop.py; what is particular here is the engine (recipes/training/engine.py) and the step (step.py).
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-import uuid
 from pathlib import Path
 
 if __package__ in (None, ""):  # started by its path: import from the repository, not from recipes/
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from data_prep.errors import InputError
-from data_prep.loader import StepLoader
-from monitoring.metrics import MetricsWriter, StepClock, step_line
-from recipes import models
-from recipes.training import checkpoint_files, distributed, faults, run_directory
-from recipes.training.prepare import Prepared, prepare, training_stream, validation_stream
-from recipes.training.settings import recipe_parser
-
-logger = logging.getLogger("recipes")
+from recipes.training import loop
 
 
-def parse_arguments(argv: list[str] | None):
-    parser = recipe_parser(__doc__.splitlines()[0])
-    parser.add_argument("--recipe", required=True, help="recipe YAML, or the name of one in recipes/")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers; LOCAL_RANK comes first")
-    return parser.parse_intermixed_args(argv)
+def method() -> loop.Method:
+    from recipes.training.engine import build_engine
+    from recipes.training.step import train_step, validate
+
+    return loop.Method(build_engine, train_step, validate)
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        arguments = parse_arguments(argv)
-        place = distributed.find_place(arguments.local_rank)
-        accelerator = distributed.choose_accelerator()
-        prepared = prepare(arguments, place.world_size, accelerator, content=place.rank == 0)
-        if place.rank == 0:
-            run_directory.open_run_directory(prepared)
-    except InputError as error:
-        return faults.refuse_before_start(error)
-    watch = faults.FaultWatch(prepared.recipe.run_directory, place.rank)
-    try:
-        train(prepared, place, watch)
-    except BaseException as error:
-        watch.fail(error)
-    watch.close()
-    return 0
-
-
-def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch) -> None:
-    recipe, sizes = prepared.recipe, prepared.sizes
-    device = distributed.start_process_group(place)
-    watch.start(distributed.broadcast(str(uuid.uuid4())))
-    run_directory.start_logging(recipe.run_directory, place.rank)
-    logger.info("%s: %s", recipe.run_directory, sizes)
-
-    # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
-    from recipes.training import checkpoint, step
-    from recipes.training.engine import build_engine
-
-    resume_from = checkpoint.choose(recipe, sizes)
-    order_samples = checkpoint_files.order_samples(recipe, resume_from)
-    stream = training_stream(recipe, order_samples)
-    held_out = validation_stream(recipe)
-    logger.info(stream.summary(recipe.total_steps * recipe.global_batch_size))
-    if place.local_rank == 0:
-        stream.prefetch()
-    fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
-    engine = build_engine(prepared)
-    checkpoint.seed_ranks(recipe.seed, 0, place.rank)
-    progress = checkpoint.Progress()
-    if resume_from is not None:
-        progress = checkpoint.resume(engine, recipe, sizes, resume_from, fingerprint)
-        logger.info("resumed from %s; the next step is %d", resume_from, progress.step + 1)
-    total, metrics = recipe.total_steps, None
-    if place.rank == 0:
-        attempt = run_directory.record_start(prepared, device)
-        metrics = MetricsWriter(recipe.run_directory, attempt, progress.step + 1, recipe.monitor.tensorboard)
-    sample_log = run_directory.SampleLog(recipe, place.rank)
-
-    def save() -> None:
-        path = checkpoint.save(engine, recipe, sizes, progress, fingerprint, order_samples)
-        logger.info("saved %s", path)
-
-    def validate() -> None:
-        loss, tokens = step.validate(engine, *held_out, sizes, place.rank)
-        logger.info("validation after step %d: loss %.4f over %s tokens", progress.step, loss, f"{tokens:,}")
-        if metrics is not None:
-            metrics.write(progress.step, {"validation_loss": loss, "validation_tokens": tokens})
-
-    def due(every: int | None) -> bool:
-        return progress.step == total or every is not None and progress.step % every == 0
-
-    if held_out is not None and progress.step == 0:
-        validate()
-    loader = StepLoader(stream, sizes, place.rank, progress.consumed_samples, recipe.data.prefetch_steps)
-    flops = models.family(recipe.model.family).flops_per_token(recipe.model, recipe.data.seq_length)
-    clock = StepClock(flops, sizes.world, recipe.monitor.peak_tflops)
-    skips = faults.SkipGuard(recipe.guards.max_skipped_in_a_row)
-    distributed.barrier()  # from here on a signal no longer ends a rank, it asks all of them to save and leave
-    signals, stopped = faults.StopSignals(), False
-
-    while progress.step < total and not stopped:
-        clock.start()
-        batch = loader.next()
-        result = step.train_step(engine, batch, sizes, stop=signals.stop_requested)
-        progress.advance(sizes.global_batch, result.tokens, result.applied)
-        sample_log.write(progress.step, batch)
-        values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
-        if metrics is not None and (due(recipe.monitor.log_every_steps) or not result.applied):
-            metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
-            logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
-        skips.check(progress.step, result.applied)
-        stopped = result.stop_requested
-        if stopped:  # before anything else: the time until the kill may be short
-            save()
-        if held_out is not None and due(recipe.validation.every_steps):
-            validate()
-        if not stopped and due(recipe.checkpoint.every_steps):
-            save()
-
-    loader.close()
-    if place.rank == 0:
-        metrics.close()
-        run_directory.record_end(recipe, progress.step, signals.received)
-    distributed.stop_process_group()
+    return loop.run("recipes/pretrain.py", __doc__.splitlines()[0], method, argv)
 
 
 if __name__ == "__main__":

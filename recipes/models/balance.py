@@ -33,3 +33,16 @@ def sequence_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch
         # T · E · Σ_e (uses / T) · (probability / T)
         total = total + ((used * kept).sum(dim=1) * (probabilities * kept).sum(dim=1) / tokens).sum() * logits.shape[-1]
     return total / len(router_logits)
+
+
+@torch.no_grad()
+def expert_use(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int) -> torch.Tensor:
+    """How many labelled tokens chose each expert, fp32 [layers, experts]. Arguments as `sequence_balance_loss`."""
+    kept = (labels.flatten() != IGNORED_LABEL).float().unsqueeze(-1)
+    chosen = [logits.topk(top_k, dim=-1).indices for logits in router_logits]
+    return torch.stack(
+        [
+            torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, indices, 1.0).mul_(kept).sum(dim=0)
+            for logits, indices in zip(router_logits, chosen, strict=True)
+        ]
+    )

@@ -16,7 +16,9 @@ from recipes import models
 logger = logging.getLogger("recipes")
 
 
-def build_model(settings, seq_length: int, seed: int, zero_stage: int = 0, ds_config: dict | None = None):
+def build_model(
+    settings, seq_length: int, seed: int, zero_stage: int = 0, ds_config: dict | None = None, attention: str = "sdpa"
+):
     """The transformers model of `settings` with its initial weights, partitioned as it is made under ZeRO-3.
 
     The weights are drawn, or under settings.init_from those of a Hugging Face checkpoint.
@@ -26,6 +28,7 @@ def build_model(settings, seq_length: int, seed: int, zero_stage: int = 0, ds_co
         seq_length: longest sequence, tokens.
         seed: of the drawn weights.
         zero_stage, ds_config: the ds_config as the engine will get it; read by zero.Init at stage 3.
+        attention: transformers' name of the implementation.
     """
     import deepspeed
     from transformers import AutoModelForCausalLM
@@ -36,7 +39,7 @@ def build_model(settings, seq_length: int, seed: int, zero_stage: int = 0, ds_co
     source = None if settings.init_from is None else SourceWeights.open(settings, seq_length)
     context = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
     with context:
-        model = AutoModelForCausalLM.from_config(family.hf_config(settings, seq_length), attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_config(family.hf_config(settings, seq_length), attn_implementation=attention)
     expected = family.parameter_count(settings)
     counted = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     assert counted == expected, f"{settings.family}: built {counted} parameters, parameter_count says {expected}"

@@ -15,7 +15,7 @@ from recipes import models
 TIED = "embedding"  # key of an embedding that is the output head too
 
 
-def pipeline_layers(settings, seq_length: int) -> list[LayerSpec]:
+def pipeline_layers(settings, seq_length: int, attention: str = "sdpa") -> list[LayerSpec]:
     """The layers, each built by the stage that holds it; their parameters are still to be drawn or loaded.
 
     The family's model must have the structure that transformers' decoders share: `model.embed_tokens`, `model.layers`,
@@ -25,7 +25,7 @@ def pipeline_layers(settings, seq_length: int) -> list[LayerSpec]:
 
     with torch.device("meta"):  # for its classes and completed config only
         whole = AutoModelForCausalLM.from_config(
-            models.family(settings.family).hf_config(settings, seq_length), attn_implementation="sdpa"
+            models.family(settings.family).hf_config(settings, seq_length), attn_implementation=attention
         )
     config, decoder = whole.config, whole.model
     vocabulary = (config.vocab_size, config.hidden_size)

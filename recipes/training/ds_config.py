@@ -7,6 +7,7 @@ what is refused here never reaches a rank. Needs no torch.
 from __future__ import annotations
 
 import copy
+import ctypes.util
 import difflib
 import math
 from pathlib import Path
@@ -130,6 +131,7 @@ REMOVED = {
 ELSEWHERE = {
     "scheduler": "the learning rate schedule is the recipe's `schedule` section",
     "tensorboard": "the recipe's monitor.tensorboard writes the event files",
+    "activation_checkpointing": "the recipe's compute.activation_checkpoint_interval does it; this section recomputes nothing",
 }
 NOT_OFFERED = (
     "pipeline",
@@ -267,10 +269,21 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
                 "offload to nvme needs ZeRO stage 3 and a path, which are not both there",
             )
     offload = zero.get("offload_optimizer", {}).get("device", "none")
-    if offload != "none" and params.get("torch_adam"):
-        refuse("optimizer.params.torch_adam", "optimizer offload needs DeepSpeed's CPU Adam; take one of the two out")
-    if offload != "none" and kind not in ("adam", "adamw", "adagrad", "lion"):
-        refuse("optimizer.type", f"optimizer offload has no {optimizer['type']} on the CPU; use AdamW, Adagrad or Lion")
+    if offload != "none" and config.get("zero_force_ds_cpu_optimizer", True):
+        if params.get("torch_adam"):
+            refuse(
+                "optimizer.params.torch_adam",
+                "optimizer offload needs DeepSpeed's CPU Adam; take one of the two out, or state zero_force_ds_cpu_optimizer "
+                "false to offload torch's slower one",
+            )
+        if kind not in ("adam", "adamw", "adagrad", "lion"):
+            refuse(
+                "optimizer.type", f"optimizer offload has no {optimizer['type']} on the CPU; use AdamW, Adagrad or Lion"
+            )
+    if "nvme" in (offload, zero.get("offload_param", {}).get("device")) and ctypes.util.find_library("aio") is None:
+        refuse(
+            "zero_optimization", "offload to nvme needs libaio, which is not here (Debian, Ubuntu: libaio-dev); use cpu"
+        )
 
 
 def parallel_sizes(config: dict, pipeline=None) -> dict[str, int]:
@@ -304,6 +317,8 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
         values = config.get(section[0], {}) if section else config
         if (value := values.get(last, 1)) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             refuse(key, f"{value!r} must be a positive integer")
+    if accelerator == "cpu" and recipe.compute.attention.startswith("flash"):
+        raise InputError(f"compute.attention {recipe.compute.attention} needs a GPU; use sdpa")
     pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
     sizes, stage, model = parallel_sizes(config, pipeline), zero_stage(config), recipe.model
     tensor, sequence, expert = sizes["tensor"], sizes["sequence"], sizes["expert"]
@@ -321,11 +336,8 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
                 f"{stage} does not go with pipeline.stages {pipeline.stages}: a pipeline accumulates whole gradients over "
                 "its micro batches, which stages 2 and 3 partition; use 0 or 1",
             )
-        if stage == 0 and precision(config) == "fp32" and pipeline.stages > 1 and config.get("gradient_clipping"):
-            refuse(
-                "gradient_clipping",
-                "a pipeline at ZeRO stage 0 clips by the first stage's norm only; use zero_optimization.stage 1, or 0",
-            )
+        if recipe.loss.chunk_tokens is not None:
+            refuse("pipeline.stages", "a pipeline's last stage holds all logits; take loss.chunk_tokens out")
         if precision(config) == "bf16":
             accumulation = config.get("data_types", {}).get("grad_accum_dtype")
             if stage == 0:
@@ -363,6 +375,8 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
             refuse(
                 "sequence_parallel_size", f"{sequence} does not divide num_attention_heads {model.num_attention_heads}"
             )
+        if recipe.data.document_mask != "none":
+            refuse("sequence_parallel_size", "does not go with data.document_mask: DeepSpeed's Ulysses drops the mask")
         if recipe.compute.attention == "eager":
             refuse("sequence_parallel_size", "needs compute.attention sdpa, flash_attention_2, _3 or flex_attention")
     section = config.get("expert_parallel")
@@ -391,6 +405,7 @@ def engine_config(config: dict, sizes: Sizes) -> dict:
     """
     config = copy.deepcopy(config)
     config.pop(BATCH, None)
+    config.pop("sequence_parallel_size", None)  # the engine learns it from the groups that Ulysses makes
     config[MICRO], config[ACCUMULATION] = sizes.micro_batch, sizes.accumulation
     return config
 

@@ -28,7 +28,12 @@ class Prepared:
 
 
 def prepare(
-    arguments, world_size: int | None, accelerator: str | None = None, files: bool = True, content: bool = True
+    arguments,
+    world_size: int | None,
+    accelerator: str | None = None,
+    files: bool = True,
+    content: bool = True,
+    script: str | None = None,
 ) -> Prepared:
     """Read and check what `arguments` (of `settings.recipe_parser`) name. Raises InputError for the first mistake.
 
@@ -37,17 +42,25 @@ def prepare(
         accelerator: "cpu", "cuda", ... where known.
         files: whether to look at the data and the run directory too.
         content: whether to compare the content of the data with the checkpoint's (one rank is enough).
+        script: the entry script that is to run the recipe, where known.
     """
     try:
-        return _prepare(arguments, world_size, accelerator, files, content)
+        return _prepare(arguments, world_size, accelerator, files, content, script)
     except OSError as error:
         if error.filename is None:
             raise
         raise of_file(error) from None
 
 
-def _prepare(arguments, world_size, accelerator, files, content) -> Prepared:
+def _prepare(arguments, world_size, accelerator, files, content, script) -> Prepared:
     recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config, arguments.resume)
+    if script is not None and Path(script).stem != Path(recipe.entry_script).stem:
+        state = (
+            "has no pipeline.stages"
+            if recipe.pipeline.stages is None
+            else f"has pipeline.stages {recipe.pipeline.stages}"
+        )
+        raise InputError(f"{arguments.recipe} {state}: start it with {recipe.entry_script}, not {script}")
     config = ds_config.load_ds_config(recipe.deepspeed_config, overrides)
     where = " ".join([recipe.deepspeed_config, *(f"ds.{override}" for override in overrides)])
     ds_config.check_ds_config(config, where, accelerator)

@@ -22,11 +22,6 @@ def remarks(recipe: Recipe, config: dict, sizes: Sizes | None) -> list[str]:
             f"data_types.grad_accum_dtype: gradients of {accumulation or 'several'} micro batches are added up in {low}, which "
             "loses small ones; state fp32"
         )
-    if "activation_checkpointing" in config:
-        warnings.append(
-            "activation_checkpointing: the section sets up a function that the recipes don't call; use "
-            "compute.activation_checkpoint_interval in the recipe"
-        )
     offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
     if offload != "none" and not any(shutil.which(compiler) for compiler in ("c++", "g++", "clang++")):
         warnings.append(

@@ -23,6 +23,15 @@ class Sizes:
     accumulation: int
     global_batch: int
 
+    # Ranks are numbered pipeline stage by stage; within a stage, tensor or sequence ranks are neighbours.
+    def data_rank(self, rank: int) -> int:
+        """Which part of each batch a rank reads; the ranks that share a model read the same."""
+        return rank // (self.tensor * self.sequence) % self.data
+
+    def sequence_rank(self, rank: int) -> int:
+        """Which part of each sequence a rank computes."""
+        return rank % self.sequence
+
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 

@@ -88,6 +88,7 @@ CPU = {"device": "cpu"}
     ("changes", "message"),
     [
         ({**zero(0), **BF16, **FP32_SUMS}, "fp32 does not go with weights in bf16 at ZeRO stage 0"),
+        ({"activation_checkpointing": {}}, "the recipe's compute.activation_checkpoint_interval does it"),
         ({**FP32_SUMS, "data_types": {"grad_accum_dtype": "float32"}}, "'float32' must be fp32, fp16 or bf16"),
         (zero(2, compute_grad_norm=False), "false does not go with gradient_clipping"),
         (
@@ -153,8 +154,6 @@ def test_warnings_and_notes(tiny, capsys, monkeypatch):
     assert "warning" not in "\n".join(lines(tiny, capsys, "--world_size", 4))  # one micro batch: nothing is added up
     change_json(tiny, **BF16, **FP32_SUMS)
     assert "warning" not in "\n".join(lines(tiny, capsys, "--world_size", 2))
-    change_json(tiny, activation_checkpointing={"partition_activations": True})
-    assert "use compute.activation_checkpoint_interval in the recipe" in "\n".join(lines(tiny, capsys))
     change_json(tiny, **zero(2, offload_optimizer=CPU), **optimizer("AdamW"))
     assert "compiler" not in "\n".join(lines(tiny, capsys))
     monkeypatch.setattr(shutil, "which", lambda name: None)

@@ -7,7 +7,6 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])
@@ -18,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, StepBatch, rank_samples
-from recipes.training import checkpoint, distributed, step
+from recipes.training import checkpoint, distributed, losses, step
 from recipes.training.ds_config import check_ds_config, load_ds_config
 from recipes.training.engine import build_engine
+from recipes.training.losses import token_loss_sum
 from recipes.training.prepare import Prepared
 from recipes.training.settings import effective_yaml, load_recipe
-from recipes.training.sizes import resolve_sizes
-from recipes.training.step import token_loss_sum
+from recipes.training.sizes import Sizes, resolve_sizes
 from tests.recipes.families import SMALL
 
 FOLDER = Path(sys.argv[1])
@@ -89,7 +88,7 @@ def steps(engine, case: Prepared, progress, until: int, poison: bool = False) ->
     results, hashes = [], []
     for number in range(progress.step, until):
         loss = nan_loss if poison and number == 1 and dist.get_rank() == 1 else token_loss_sum
-        with mock.patch.object(step, "token_loss_sum", loss):
+        with mock.patch.object(losses, "token_loss_sum", loss):
             batch = my_batch(number, case.sizes, dist.get_rank())
             result = step.train_step(engine, batch, case.sizes, stop=lambda: False)
         progress.advance(case.sizes.global_batch, result.tokens, result.applied)
@@ -199,14 +198,15 @@ def started_from(family: str) -> dict:
 
 
 class OneParameter(torch.nn.Module):
-    """ "Logits" are w · input, so that with a loss of their sum each token's gradient is its input."""
+    """ "Logits" are w · input, and the loss is their sum, so that each token's gradient is its input."""
 
     def __init__(self):
         super().__init__()
         self.w = torch.nn.Parameter(torch.ones(1))
 
-    def forward(self, input_ids, use_cache):
-        return SimpleNamespace(logits=self.w * input_ids.float())
+    def forward(self, input_ids, labels):
+        loss = (self.w * input_ids.float() * (labels != IGNORED_LABEL)).sum()
+        return {"trained": loss, "cross_entropy": loss.detach()}
 
 
 def one_parameter(stage: int) -> dict:
@@ -233,10 +233,9 @@ def one_parameter(stage: int) -> dict:
     inputs = np.full((2, 1, 4), 3 if rank else 1)
     labels = np.full((2, 1, 4), IGNORED_LABEL)
     labels[:, :, : 4 if rank else 1] = 0
-    sizes = SimpleNamespace(accumulation=2, data=2)
+    sizes = Sizes(2, 2, 1, 1, 1, 1, 1, 2, 4)
     batch = StepBatch(inputs, labels, np.zeros((2, 1)), int((labels == 0).sum()))
-    with mock.patch.object(step, "token_loss_sum", lambda logits, labels: (logits * (labels != IGNORED_LABEL)).sum()):
-        result = step.train_step(engine, batch, sizes, stop=lambda: rank == 1)
+    result = step.train_step(engine, batch, sizes, stop=lambda: rank == 1)
     weight = float(engine.module.w.detach())
     engine.destroy()
     return {"loss": result.loss, "grad_norm": result.grad_norm, "w": weight, "stop": result.stop_requested}

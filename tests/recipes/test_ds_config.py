@@ -184,7 +184,7 @@ def stage(number: int) -> dict:
             {**TP},
             "tensor_parallel: does not go with pipeline.stages 2; use the recipe's pipeline",
         ),
-        (["pipeline.stages=2"], stage(0), "clips by the first stage's norm only"),
+        (["pipeline.stages=2", "loss.chunk_tokens=4"], stage(1), "take loss.chunk_tokens out"),
         (["pipeline.stages=2"], {"bf16": {"enabled": True}}, "data_types.grad_accum_dtype: None lets a pipeline"),
         (["pipeline.stages=2", "pipeline.tensor_parallel_size=4"], {}, "4 does not divide model.num_key_value_heads 2"),
         (MOE, {**EP, **TP}, "what DeepSpeed calls folding"),

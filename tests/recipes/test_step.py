@@ -6,7 +6,6 @@ from data_prep.loader import collate
 from data_prep.samples import DataSpec, SampleStream
 from recipes.models import llama
 from recipes.models.build import build_model
-from recipes.training import step
 from tests.conftest import write_tokens
 
 
@@ -20,7 +19,10 @@ def logits_of(tmp_path, first, mask):
     spec = DataSpec(((str(prefix), 1.0),), 6, "megatron", 1, 1, 16, document_mask=mask)
     batch = collate(SampleStream(spec), np.array([[0]]))
     assert batch.inputs[0, 0].tolist() == [*first, 9, 8, 9]
-    return step.forward(model, batch, 0)[0].detach()
+    arguments = {"input_ids": torch.from_numpy(batch.inputs[0])}
+    if mask:
+        arguments["position_ids"] = torch.from_numpy(batch.positions[0])
+    return model(**arguments, use_cache=False).logits[0].detach()
 
 
 @pytest.mark.parametrize("mask", [True, False])

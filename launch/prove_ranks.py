@@ -1,0 +1,167 @@
+"""Run by launch.prove and by the tests on N ranks: the first steps of several recipes, one after another.
+
+    ... launch/prove_ranks.py CASES.json RESULTS.json
+
+CASES.json is a list of {name, recipe, overrides, steps, [plain]}; RESULTS.json, written by rank 0, is {name: result} with
+the loss, gradient norm, learning rate and tokens of each step, a hash of the initial weights by parameter name, and, where a
+case failed, its error. `plain` cases are run without DeepSpeed, in plain torch, by rank 0 alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+if __package__ in (None, ""):
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from data_prep.loader import IGNORED_LABEL, collate, rank_samples
+from recipes.training import distributed
+from recipes.training.prepare import prepare, training_stream
+from recipes.training.schedule import recipe_factor
+
+
+def prepared_case(case: dict, world: int):
+    arguments = SimpleNamespace(
+        recipe=case["recipe"], overrides=case["overrides"], deepspeed_config=None, resume="none"
+    )
+    return prepare(arguments, world, distributed.choose_accelerator(), content=False)
+
+
+@contextlib.contextmanager
+def fresh_deepspeed():
+    """DeepSpeed keeps its process groups, and more, in module globals: put them back, so that layouts can follow each other."""
+    from deepspeed.module_inject import layers
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.utils import groups
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    kept = {module: dict(vars(module)) for module in (groups, parallel_state_sp)}
+    tables = {id(value): (value, dict(value)) for value in vars(groups).values() if isinstance(value, dict)}
+    attention, mode = dict(ALL_ATTENTION_FUNCTIONS.items()), layers.DEEPSPEED_AUTOTP_MODE
+    try:
+        yield
+    finally:
+        for module, values in kept.items():
+            vars(module).clear()
+            vars(module).update(values)
+        for table, values in tables.values():
+            table.clear()
+            table.update(values)
+        for name, function in attention.items():
+            ALL_ATTENTION_FUNCTIONS[name] = function
+        layers.DEEPSPEED_AUTOTP_MODE = mode
+
+
+def run_case(case: dict) -> dict:
+    prepared = prepared_case(case, dist.get_world_size())
+    recipe, sizes = prepared.recipe, prepared.sizes
+    if recipe.pipeline.stages is None:
+        from recipes.training.engine import build_engine
+        from recipes.training.step import train_step
+    else:
+        from recipes.training.pipeline import build_engine, train_step
+    stream = training_stream(recipe)
+    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": [], "applied": []}
+    with fresh_deepspeed():
+        engine = build_engine(prepared)
+        rank = sizes.data_rank(dist.get_rank())
+        for step in range(case["steps"]):
+            place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
+            batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
+            values = train_step(engine, batch, sizes, stop=lambda: False)
+            for key in result:
+                result[key].append(getattr(values, key))
+            if values.expert_load is not None:
+                result["expert_load"] = values.expert_load
+        engine.destroy()
+    return result
+
+
+def run_plain(case: dict) -> dict:
+    """The same steps in plain torch: one process, one batch, no engine; cross-entropy, clipping, and an optimizer of torch."""
+    from recipes import models
+    from recipes.models.balance import sequence_balance_loss
+    from recipes.models.build import build_model, parameter_groups
+
+    prepared = prepared_case(case, 1)
+    recipe, config = prepared.recipe, prepared.ds_config
+    settings, length = recipe.model, recipe.data.seq_length
+    model = build_model(settings, length, recipe.seed)
+    params = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
+    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    groups = parameter_groups(model, params.get("weight_decay", 0.0))
+    optimizer = kind[config["optimizer"]["type"].lower()](groups, **params)
+    balance = getattr(settings, "router_aux_loss_coef", 0.0)
+    factor, stream = recipe_factor(recipe), training_stream(recipe)
+    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": []}
+    assert models.family(settings.family).parameter_count(settings) == sum(p.numel() for p in model.parameters())
+    for step in range(case["steps"]):
+        samples = np.arange(step * recipe.global_batch_size, (step + 1) * recipe.global_batch_size)
+        batch = collate(stream, samples[None])
+        inputs, labels = torch.from_numpy(batch.inputs[0]), torch.from_numpy(batch.labels[0])
+        arguments = {} if batch.positions is None else {"position_ids": torch.from_numpy(batch.positions[0])}
+        if balance:
+            arguments["output_router_logits"] = True
+        output = model(input_ids=inputs, use_cache=False, **arguments)
+        logits = output.logits.flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL)
+        kept = labels.flatten() != IGNORED_LABEL
+        total = loss + recipe.loss.z_loss * (logits.logsumexp(-1) ** 2)[kept].mean()
+        if balance:
+            sums = sequence_balance_loss(output.router_logits, labels, settings.num_experts_per_tok)
+            total = total + balance * sums / kept.sum()
+        optimizer.zero_grad()
+        total.backward()
+        clip = config["gradient_clipping"] or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        lr = params["lr"] * factor(step)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        optimizer.step()
+        values = (loss.item(), norm.item(), lr, int(kept.sum()))
+        for key, value in zip(("loss", "grad_norm", "lr", "tokens"), values, strict=True):
+            result[key].append(value)
+    return result
+
+
+def initial_weights_hash(tensors: dict[str, torch.Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().float().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> None:
+    cases, output = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    distributed.choose_accelerator()
+    distributed.start_process_group(distributed.find_place())
+    results = {}
+    for case in cases:
+        try:
+            if case.get("plain"):
+                results[case["name"]] = run_plain(case) if dist.get_rank() == 0 else None
+            else:
+                results[case["name"]] = run_case(case)
+        except Exception as error:
+            import traceback
+
+            traceback.print_exc()
+            results[case["name"]] = {"error": f"{type(error).__name__}: {error}"}
+        dist.barrier()
+        if dist.get_rank() == 0:
+            output.write_text(json.dumps(results))
+    distributed.stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""A training run from the command line to its end, whatever the parallelism: what both entry scripts share."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from data_prep.errors import InputError
+from data_prep.loader import StepLoader
+from monitoring.metrics import MetricsWriter, StepClock, step_line
+from recipes import models
+from recipes.training import checkpoint_files, distributed, faults, run_directory
+from recipes.training.prepare import Prepared, prepare, training_stream, validation_stream
+from recipes.training.settings import recipe_parser
+
+logger = logging.getLogger("recipes")
+
+
+@dataclass(frozen=True)
+class Method:
+    """How one way of training builds its engine, takes a step, and validates.
+
+    Attributes:
+        build_engine: prepared -> engine, its weights drawn or loaded.
+        train_step: engine, StepBatch, sizes, stop -> step.StepResult.
+        validate: engine, SampleStream, samples, sizes, data-parallel rank -> (nats a token, tokens).
+    """
+
+    build_engine: Callable
+    train_step: Callable
+    validate: Callable
+
+
+def parse_arguments(description: str, argv: list[str] | None):
+    parser = recipe_parser(description)
+    parser.add_argument("--recipe", required=True, help="recipe YAML, or the name of one in recipes/")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help="set by launchers; LOCAL_RANK comes first")
+    return parser.parse_intermixed_args(argv)
+
+
+def run(script: str, description: str, method: Callable[[], Method], argv: list[str] | None = None) -> int:
+    """Run an entry script; returns the exit code.
+
+    Args:
+        script: its path in the repository.
+        method: called once the process group is up; imports what is heavy.
+    """
+    try:
+        arguments = parse_arguments(description, argv)
+        place = distributed.find_place(arguments.local_rank)
+        accelerator = distributed.choose_accelerator()
+        prepared = prepare(arguments, place.world_size, accelerator, content=place.rank == 0, script=script)
+        if place.rank == 0:
+            run_directory.open_run_directory(prepared)
+    except InputError as error:
+        return faults.refuse_before_start(error)
+    watch = faults.FaultWatch(prepared.recipe.run_directory, place.rank)
+    try:
+        train(prepared, place, watch, method)
+    except BaseException as error:
+        watch.fail(error)
+    watch.close()
+    return 0
+
+
+def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch, method: Callable[[], Method]) -> None:
+    recipe, sizes = prepared.recipe, prepared.sizes
+    device = distributed.start_process_group(place)
+    watch.start(distributed.broadcast(str(uuid.uuid4())))
+    run_directory.start_logging(recipe.run_directory, place.rank)
+    logger.info("%s: %s", recipe.run_directory, sizes)
+
+    # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
+    from recipes.training import checkpoint
+
+    way = method()
+    resume_from = checkpoint.choose(recipe, sizes)
+    order_samples = checkpoint_files.order_samples(recipe, resume_from)
+    stream = training_stream(recipe, order_samples)
+    held_out = validation_stream(recipe)
+    logger.info(stream.summary(recipe.total_steps * recipe.global_batch_size))
+    if place.local_rank == 0:
+        stream.prefetch()
+    fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
+    engine = way.build_engine(prepared)
+    checkpoint.seed_ranks(recipe.seed, 0, place.rank)
+    progress = checkpoint.Progress()
+    if resume_from is not None:
+        progress = checkpoint.resume(engine, recipe, sizes, resume_from, fingerprint)
+        logger.info("resumed from %s; the next step is %d", resume_from, progress.step + 1)
+    total, metrics = recipe.total_steps, None
+    if place.rank == 0:
+        attempt = run_directory.record_start(prepared, device)
+        metrics = MetricsWriter(recipe.run_directory, attempt, progress.step + 1, recipe.monitor.tensorboard)
+    data_rank = sizes.data_rank(place.rank)
+    sample_log = run_directory.SampleLog(recipe, place.rank)
+
+    def save() -> None:
+        path = checkpoint.save(engine, recipe, sizes, progress, fingerprint, order_samples)
+        logger.info("saved %s", path)
+
+    def validate() -> None:
+        loss, tokens = way.validate(engine, *held_out, sizes, data_rank)
+        logger.info("validation after step %d: loss %.4f over %s tokens", progress.step, loss, f"{tokens:,}")
+        if metrics is not None:
+            metrics.write(progress.step, {"validation_loss": loss, "validation_tokens": tokens})
+
+    def due(every: int | None) -> bool:
+        return progress.step == total or every is not None and progress.step % every == 0
+
+    if held_out is not None and progress.step == 0:
+        validate()
+    loader = StepLoader(stream, sizes, data_rank, progress.consumed_samples, recipe.data.prefetch_steps)
+    flops = models.family(recipe.model.family).flops_per_token(recipe.model, recipe.data.seq_length)
+    clock = StepClock(flops, sizes.world, recipe.monitor.peak_tflops)
+    skips = faults.SkipGuard(recipe.guards.max_skipped_in_a_row)
+    distributed.barrier()  # from here on a signal no longer ends a rank, it asks all of them to save and leave
+    signals, stopped = faults.StopSignals(), False
+
+    while progress.step < total and not stopped:
+        clock.start()
+        batch = loader.next()
+        result = way.train_step(engine, batch, sizes, stop=signals.stop_requested)
+        progress.advance(sizes.global_batch, result.tokens, result.applied)
+        sample_log.write(progress.step, batch)
+        values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
+        if metrics is not None and (due(recipe.monitor.log_every_steps) or not result.applied):
+            metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
+            logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
+        skips.check(progress.step, result.applied)
+        stopped = result.stop_requested
+        if stopped:  # before anything else: the time until the kill may be short
+            save()
+        if held_out is not None and due(recipe.validation.every_steps):
+            validate()
+        if not stopped and due(recipe.checkpoint.every_steps):
+            save()
+
+    loader.close()
+    if place.rank == 0:
+        metrics.close()
+        run_directory.record_end(recipe, progress.step, signals.received)
+    distributed.stop_process_group()
