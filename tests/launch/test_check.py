@@ -37,7 +37,7 @@ def test_everything_shipped_passes_at_its_own_world_size(capsys):
     blocks = printed.strip().split("\n\n")
     assert len(blocks) == len(list((REPOSITORY / "ds_configs").glob("*.json")))
     assert "405b.json, 8192 x h100-80gb" in printed and "x data parallel 64 on 8192 ranks" in printed
-    assert "405b.h100-1024.json, 1024 x h100-80gb" in printed and "x data parallel 8 on 1024 ranks" in printed
+    assert "405b.h200-1024.json, 1024 x h200-141gb" in printed and "x data parallel 8 on 1024 ranks" in printed
     assert "warning" not in printed
 
 
