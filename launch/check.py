@@ -6,12 +6,16 @@ stop nothing.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 from data_prep.errors import InputError, run_command
-from launch.hardware import check_topology, hardware_of, kind_of
+from launch.hardware import Hardware, check_topology, hardware_of, kind_of
+from launch.planning.memory import checkpoint_bytes
+from launch.planning.shape import shape_of
+from launch.planning.speed import step_time, work_of
 from launch.run import find_accelerator
 from recipes import models
 from recipes.training.ds_config import precision, zero_stage
@@ -28,13 +32,46 @@ def check(arguments, world_size: int | None, accelerator: str | None = None, fil
         world_size, accelerator, files: as in `prepare`.
     """
     prepared = prepare(arguments, world_size, accelerator, files=files)
-    where = prepared.recipe.deepspeed_config
-    hardware = hardware_of(prepared.ds_config, where)
-    if arguments.devices_per_node is not None:
-        hardware = replace(hardware, devices_per_node=arguments.devices_per_node)
+    hardware = hardware_for(arguments, prepared)
     if prepared.sizes is not None:
-        check_topology(prepared.sizes, hardware, where, arguments.allow_cross_node)
+        check_topology(prepared.sizes, hardware, prepared.recipe.deepspeed_config, arguments.allow_cross_node)
     return prepared
+
+
+def hardware_for(arguments, prepared: Prepared) -> Hardware:
+    """The ds_config's `_hardware`, with what the command line states in its place."""
+    hardware = hardware_of(prepared.ds_config, prepared.recipe.deepspeed_config)
+    if arguments.devices_per_node is not None:
+        if arguments.devices_per_node < 1:
+            raise InputError(f"--devices_per_node {arguments.devices_per_node} must be positive")
+        hardware = replace(hardware, devices_per_node=arguments.devices_per_node)
+    return hardware
+
+
+def expert_remarks(prepared: Prepared, hardware: Hardware) -> list[str]:
+    """What it costs that experts' ranks don't all reach each other by the fast link."""
+    sizes, recipe = prepared.sizes, prepared.recipe
+    if sizes is None or sizes.world <= hardware.near or hardware.near % sizes.expert == 0:
+        return []
+    shape = shape_of(recipe.model, precision(prepared.ds_config))
+    time = step_time(work_of(recipe, prepared.ds_config, sizes, shape), kind_of(hardware.device), hardware)
+    return [
+        f"warning: expert_parallel.autoep_size: {sizes.expert} ranks are more than the {hardware.near} that the fast link "
+        f"joins: experts' tokens cross the network, predicted {time.experts:.2f} of {time.total:.2f} s a step"
+    ]
+
+
+def check_space(prepared: Prepared) -> list[str]:
+    """Refuse an output_dir that one checkpoint does not fit; warn where a second does not."""
+    recipe = prepared.recipe
+    parameters = models.family(recipe.model.family).parameter_count(recipe.model)
+    need = checkpoint_bytes(parameters, prepared.ds_config)
+    there = next(path for path in [recipe.run_directory, *recipe.run_directory.parents] if path.exists())
+    free = shutil.disk_usage(there).free
+    said = f"output_dir: one checkpoint takes {need / 1e9:,.1f} GB, {there} has {free / 1e9:,.1f} GB free"
+    if need > free:
+        raise InputError(f"{said}; free some, or choose another output_dir")
+    return [f"warning: {said}: the next one is written before an older one goes"] if 2 * need > free else []
 
 
 def describe(prepared: Prepared) -> str:
@@ -49,7 +86,11 @@ def describe(prepared: Prepared) -> str:
     ]
     if prepared.sizes is not None:
         lines.append(str(prepared.sizes))
-    return "\n".join([*lines, *remarks(recipe, prepared.ds_config, prepared.sizes)])
+    return "\n".join(lines)
+
+
+def all_remarks(prepared: Prepared, hardware: Hardware) -> list[str]:
+    return expert_remarks(prepared, hardware) + remarks(prepared.recipe, prepared.ds_config, prepared.sizes)
 
 
 def check_parser(description: str, **options):
@@ -81,17 +122,15 @@ def main(argv: list[str] | None = None) -> int:
             hardware = hardware_of(check(arguments, None, files=False).ds_config, path.name)
             accelerator = "cpu" if hardware.device == "cpu" else "cuda"
             prepared = check(arguments, hardware.devices, accelerator, files=False)
-            print(
-                f"{path.name}, {hardware.devices} x {kind_of(hardware.device).name}",
-                describe(prepared),
-                sep="\n",
-                end="\n\n",
-            )
+            title = f"{path.name}, {hardware.devices} x {kind_of(hardware.device).name}"
+            print("\n".join([title, describe(prepared), *all_remarks(prepared, hardware)]), end="\n\n")
         return 0
     if not arguments.overrides or "=" in arguments.overrides[0]:
         raise InputError(f"name a recipe first, or pass --all; usage: {usage}")
     arguments.recipe, *arguments.overrides = arguments.overrides
-    print(describe(check(arguments, arguments.world_size, find_accelerator())))
+    prepared = check(arguments, arguments.world_size, find_accelerator())
+    said = [*check_space(prepared), *all_remarks(prepared, hardware_for(arguments, prepared))]
+    print("\n".join([describe(prepared), *said]))
     print("ok")
     return 0
 

@@ -7,14 +7,15 @@ the run fits or not; with --require_fit 3 when it doesn't; 2 for a mistake.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from data_prep.errors import InputError, run_command
 from data_prep.files import write_text
-from launch.check import check, check_parser
-from launch.hardware import Hardware, Kind, hardware_of, kind_of
+from launch.check import all_remarks, check, check_parser, hardware_for
+from launch.hardware import Hardware, Kind, kind_of
 from launch.planning.memory import FRAGMENTATION, FRAMEWORK_GIB, GIB, Memory, checkpoint_bytes, fullest_rank
 from launch.planning.shape import shape_of
 from launch.planning.speed import StepTime, calibration, step_time, work_of
@@ -114,7 +115,8 @@ def usable_devices(prepared: Prepared, devices: int) -> str:
     most = unit * recipe.global_batch_size
     below = next((n for n in range(devices // unit * unit, 0, -unit) if works(n)), None)
     above = next((n for n in range((devices // unit + 1) * unit, most + 1, unit) if works(n)), None)
-    return f"it needs a multiple of {unit}: " + " or ".join(str(number) for number in (below, above) if number)
+    usable = " or ".join(str(number) for number in (below, above) if number)
+    return f"it can use {usable}, a multiple of {unit}" if unit > 1 else f"it can use {usable}"
 
 
 def changes_that_fit(plan: Plan) -> list[str] | None:
@@ -306,6 +308,9 @@ def run_search(prepared: Prepared, kind: Kind, hardware: Hardware, output: Path 
 
 
 def main(argv: list[str] | None = None) -> int:
+    os.environ.setdefault(
+        "DS_ACCELERATOR", "cpu"
+    )  # nothing runs here; without it DeepSpeed looks for devices, and warns
     usage = "python -m launch.plan [options] R.yaml [KEY=VALUE ...]"
     parser = check_parser(__doc__.splitlines()[0], prog="python -m launch.plan", usage=usage)
     parser.add_argument("--gpus", type=int, help="default: the ds_config's _hardware.devices")
@@ -327,17 +332,13 @@ def main(argv: list[str] | None = None) -> int:
         raise InputError("--write goes with --search")
     arguments.recipe, *arguments.overrides = arguments.overrides
     prepared = check(arguments, None, files=False)
-    hardware = hardware_of(prepared.ds_config, prepared.recipe.deepspeed_config)
-    if arguments.gpus is not None:
-        hardware = replace(hardware, devices=arguments.gpus)
-    if arguments.devices_per_node is not None:
-        hardware = replace(hardware, devices_per_node=arguments.devices_per_node)
-    if arguments.fast_domain is not None:
-        hardware = replace(hardware, fast_domain=arguments.fast_domain)
+    hardware = hardware_for(arguments, prepared)
+    for key, value in (("devices", arguments.gpus), ("fast_domain", arguments.fast_domain)):
+        if value is not None:
+            if value < 1:
+                raise InputError(f"--{'gpus' if key == 'devices' else key} {value} must be positive")
+            hardware = replace(hardware, **{key: value})
     kind = kind_of(arguments.gpu or hardware.device)
-    for name in ("devices", "devices_per_node"):
-        if getattr(hardware, name) < 1:
-            raise InputError(f"the number of GPUs{' per node' if 'per' in name else ''} must be positive")
     if arguments.search:
         run_search(prepared, kind, hardware, arguments.write)
         return 0
@@ -347,7 +348,7 @@ def main(argv: list[str] | None = None) -> int:
         line = f"does not fit: {hardware.devices} GPUs can't be used: {error}; {usable_devices(prepared, hardware.devices)}"
         print(json.dumps({"recipe": prepared.recipe.name, "fits": False, "verdict": line}) if arguments.json else line)
         return MISFIT if arguments.require_fit else 0
-    check(arguments, hardware.devices, files=False)
+    prepared = check(arguments, hardware.devices, files=False)
     plan = make_plan(prepared, sizes, kind, hardware)
     if arguments.pipeline_chart is not None:
         from launch.planning.chart import draw
@@ -356,7 +357,10 @@ def main(argv: list[str] | None = None) -> int:
             raise InputError("--pipeline_chart needs pipeline.stages of 2 or more in the recipe")
         shares = draw(sizes.pipeline, sizes.accumulation, arguments.pipeline_chart)
         print("\n".join(f"{name}: {share:.1%} idle" for name, share in shares.items()), file=sys.stderr)
-    print(json.dumps(as_dict(plan), indent=2) if arguments.json else table(plan))
+    if arguments.json:
+        print(json.dumps(as_dict(plan), indent=2))
+    else:
+        print("\n".join([table(plan), *all_remarks(prepared, replace(hardware, device=kind.name))]))
     return MISFIT if arguments.require_fit and not plan.fits else 0
 
 

@@ -79,12 +79,14 @@ def _variants(recipe, config: dict, shape: Shape, hardware: Hardware):
                             variant[MICRO] = micro
                             variant["zero_optimization"] = {**plain.get("zero_optimization", {}), "stage": zero}
                             overrides = {"compute.activation_checkpoint_interval": interval}
-                            section = replace(recipe.pipeline, stages=None, tensor_parallel_size=1)
+                            section, loss = replace(recipe.pipeline, stages=None, tensor_parallel_size=1), recipe.loss
                             if pipeline > 1:
                                 section = replace(section, stages=pipeline, tensor_parallel_size=tensor)
+                                loss = replace(loss, chunk_tokens=None)
                                 overrides |= {
                                     "pipeline.stages": pipeline,
                                     "pipeline.tensor_parallel_size": tensor,
+                                    "loss.chunk_tokens": "null",
                                 }
                             elif tensor > 1:
                                 variant["tensor_parallel"] = {"autotp_size": tensor}
@@ -93,4 +95,4 @@ def _variants(recipe, config: dict, shape: Shape, hardware: Hardware):
                             elif expert > 1:
                                 continue
                             compute = replace(recipe.compute, activation_checkpoint_interval=interval)
-                            yield replace(recipe, pipeline=section, compute=compute), variant, overrides
+                            yield replace(recipe, pipeline=section, compute=compute, loss=loss), variant, overrides
