@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -82,3 +83,14 @@ def replace_directory(new: Path, final: Path) -> None:
     os.rename(new, final)
     fsync_directory(final.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_leftovers(path: Path) -> None:
+    """Remove the temporary files for `path`, with whatever suffixes, that processes left that are no more."""
+    import psutil
+
+    name = re.escape(path.name)
+    for one in path.parent.iterdir():
+        match = re.fullmatch(rf"\.*{name}\..*\.(\d+)\.tmp", one.name)
+        if match and not psutil.pid_exists(int(match[1])):
+            one.unlink(missing_ok=True)

@@ -54,9 +54,10 @@ def merge(sources: list[Path], output: Path) -> dict:
         "tokens": writer.total_tokens,
         "max_token_id": writer.max_token_id,
         "vocab_size": vocab_size,
+        "checksums": writer.checksums,
         "merged_from": [str(file.prefix.resolve()) for file in files],
     }
-    for key in ("sources", "left_out", "special_in_text", "text_bytes", "seconds", "split"):
+    for key in ("sources", "left_out", "special_in_text", "text_bytes", "seconds", "split", "job", "shard", "shards"):
         report.pop(key, None)  # of the first file alone
     write_json(file_of(writer.prefix, ".json"), report)
     return report

@@ -1,24 +1,20 @@
-"""Reading text records from JSONL files, with every kind of bad record told apart.
+"""The text of one record, with every kind of bad record told apart.
 
-One record is one line holding a JSON object; its text is the value of one key. CRLF equals LF, and a UTF-8 byte order
-mark at the start of a line (files joined with `cat` have one in the middle) is not part of the record.
+A record is the bytes of a line that holds a JSON object, whose text is the value of one key, or the bytes of a text
+itself. For JSON, CRLF equals LF, and a UTF-8 byte order mark at the start of a line (files joined with `cat` have one in
+the middle) is not part of the record.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import orjson
 
-from data_prep.errors import InputError
-from data_prep.sources import line_chunks
-
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # Reasons that are counted but never stop a run: nothing is lost by leaving such records out.
-HARMLESS = ("blank", "skipped_empty")
+HARMLESS = ("blank", "skipped_empty", "duplicate")
 
 
 @dataclass(frozen=True)
@@ -27,6 +23,10 @@ class BadRecord:
 
     reason: str
     detail: str
+
+
+def too_long(most_bytes: int) -> BadRecord:
+    return BadRecord("too_long", f"longer than {most_bytes / 1e6:g} MB; see --max_record_mb")
 
 
 def parse_record(line: bytes, key: str) -> str | BadRecord:
@@ -70,18 +70,17 @@ def parse_record(line: bytes, key: str) -> str | BadRecord:
     return text
 
 
+def parse_text(raw: bytes | None) -> str | BadRecord:
+    """The text of one row of a table or of one text file; None is a null."""
+    if raw is None:
+        return BadRecord("null", "the text is null")
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return BadRecord("bad_utf8", f"not UTF-8 at byte {error.start} of the text")
+    return text if text.strip() else BadRecord("skipped_empty", "the text is empty")
+
+
 def _json_type(value) -> str:
     names = {bool: "boolean", int: "number", float: "number", str: "string", list: "array", dict: "object"}
     return names.get(type(value), "null")
-
-
-def iterate_texts(paths: list[Path], key: str) -> Iterator[str]:
-    """Texts of all records of `paths`; raises InputError at the first bad one, as `tokenize_files` does by default."""
-    for path in paths:
-        for first, lines in line_chunks(path):
-            for number, line in enumerate(lines, first):
-                text = parse_record(line, key)
-                if isinstance(text, str):
-                    yield text
-                elif text.reason not in HARMLESS:
-                    raise InputError(f"{path}:{number}: {text.detail}")

@@ -38,6 +38,8 @@ def split(source: Path, train: Path, validation: Path, fraction: float) -> dict[
                 raise InputError(
                     f"no document of {source} fell to the {name} side; change --validation_fraction {fraction:g}"
                 )
+    for key in ("job", "shard", "shards"):  # of the file as tokenize_files made it
+        made_by.pop(key, None)
     sizes = {}
     for name, writer in (("train", train_writer), ("validation", validation_writer)):
         sizes[name] = (writer.documents, writer.total_tokens)
@@ -45,6 +47,7 @@ def split(source: Path, train: Path, validation: Path, fraction: float) -> dict[
             "documents": writer.documents,
             "tokens": writer.total_tokens,
             "max_token_id": writer.max_token_id,
+            "checksums": writer.checksums,
             "split": {"of": str(tokens.prefix.resolve()), "side": name, "validation_fraction": fraction},
         }
         write_json(file_of(writer.prefix, ".json"), {**made_by, **report})

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import os
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -237,11 +238,26 @@ class TokenFileWriter:
     """Writes one token file pair under temporary names; `close()` fsyncs and renames .bin, then .idx.
 
     Used as a context manager: an exception removes the temporary files, and no output appears.
+
+    Args:
+        before_publishing: called with the writer once both files are whole and a former index is gone, for what is to
+            lie beside them: where there is an index, that is there too.
+
+    Attributes:
+        checksums: "xxh3_128:HEX" of .bin and .idx, by suffix, once closed.
     """
 
-    def __init__(self, prefix: str | Path, vocab_size: int):
+    def __init__(
+        self,
+        prefix: str | Path,
+        vocab_size: int,
+        before_publishing: Callable[[TokenFileWriter], None] | None = None,
+    ):
         self.prefix = token_prefix(prefix)
         self.vocab_size = vocab_size
+        self.checksums: dict[str, str] = {}
+        self._before_publishing = before_publishing
+        self._hash = xxhash.xxh3_128()
         self.dtype = token_dtype(vocab_size)
         self.max_token_id = -1
         self.total_tokens = 0
@@ -270,7 +286,9 @@ class TokenFileWriter:
                     f"{self.vocab_size}; the tokenizer and its vocabulary size do not belong together"
                 )
             self.max_token_id = max(self.max_token_id, highest)
-        self._data.write(ids.astype(self.dtype.newbyteorder("<"), copy=False).tobytes())
+        stored = np.ascontiguousarray(ids, dtype=self.dtype.newbyteorder("<"))
+        self._hash.update(stored)
+        self._data.write(stored)
         self._lengths.append(lengths)
         self.total_tokens += len(ids)
 
@@ -286,18 +304,27 @@ class TokenFileWriter:
         # int64 before the running sum: int32 offsets wrap at 2 GiB.
         offsets = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * self.dtype.itemsize
         count = len(lengths)
+        index_hash = xxhash.xxh3_128()
         with open(self._temporary[".idx"], "wb") as index:
-            index.write(HEADER.pack(MAGIC, 1, DTYPE_CODES[self.dtype], count, count + 1))
-            index.write(lengths.astype("<i4").tobytes())
-            index.write(offsets.astype("<i8").tobytes())
-            index.write(np.arange(count + 1, dtype="<i8").tobytes())
+            for part in (
+                HEADER.pack(MAGIC, 1, DTYPE_CODES[self.dtype], count, count + 1),
+                lengths.astype("<i4"),
+                offsets.astype("<i8"),
+                np.arange(count + 1, dtype="<i8"),
+            ):
+                index_hash.update(part)
+                index.write(part)
             index.flush()
             os.fsync(index.fileno())
         self._data.flush()
         os.fsync(self._data.fileno())
         self._data.close()
+        hashes = {".bin": self._hash, ".idx": index_hash}
+        self.checksums = {suffix: f"xxh3_128:{one.hexdigest()}" for suffix, one in hashes.items()}
         # A stale index over new data would be read as whole: it goes first, the new one comes last.
         file_of(self.prefix, ".idx").unlink(missing_ok=True)
+        if self._before_publishing is not None:
+            self._before_publishing(self)
         for suffix in (".bin", ".idx"):
             os.replace(self._temporary[suffix], file_of(self.prefix, suffix))
         fsync_directory(self.prefix.parent)

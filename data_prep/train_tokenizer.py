@@ -1,4 +1,4 @@
-"""Train a byte-level BPE tokenizer on JSONL files and save it as a directory that AutoTokenizer loads."""
+"""Train a byte-level BPE tokenizer on text and save it as a directory that AutoTokenizer loads."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 
 from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import make_directory, replace_directory
-from data_prep.records import iterate_texts
-from data_prep.sources import find_inputs
+from data_prep.formats import Source
+from data_prep.sources import MAX_RECORD_BYTES, add_input_arguments, inputs_of, iterate_texts
 
 END_TOKEN = "<|endoftext|>"
 BYTES = 256
 
 
-def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -> int:
-    """Train on the records of `paths`; returns the vocabulary size reached (small inputs can give less)."""
+def train(
+    sources: list[Source], vocab_size: int, output: Path, key: str = "text", most_bytes: int = MAX_RECORD_BYTES
+) -> int:
+    """Train on the records of `sources`, none longer than `most_bytes`; returns the vocabulary size reached (small inputs can give less)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size <= BYTES + 1:
@@ -33,10 +35,12 @@ def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    texts = iterate_texts(paths, key)
+    texts = iterate_texts(sources, key, most_bytes)
     first = next(texts, None)
     if first is None:
-        raise InputError(f"0 documents in {', '.join(map(str, paths))}: nothing to train a tokenizer on")
+        raise InputError(
+            f"0 documents in {', '.join(source.name for source in sources)}: nothing to train a tokenizer on"
+        )
     tokenizer.train_from_iterator((text for part in ([first], texts) for text in part), trainer)
 
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
@@ -59,12 +63,9 @@ def train(paths: list[Path], vocab_size: int, output: Path, key: str = "text") -
 
 def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m data_prep.train_tokenizer", description=__doc__)
-    parser.add_argument(
-        "--input", nargs="+", required=True, help="JSONL files, directories or globs; .gz, .xz, .zst too"
-    )
+    add_input_arguments(parser)
     parser.add_argument("--vocab_size", type=int, required=True, help="entries, the end-of-document token included")
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
-    parser.add_argument("--json_key", default="text", help="key of the text (default: text)")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     arguments = parser.parse_args(argv)
     if arguments.output.exists() and not (arguments.output / "tokenizer.json").is_file():
@@ -72,7 +73,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.output.exists() and not arguments.overwrite:
         raise InputError(f"{arguments.output} exists; choose another --output or pass --overwrite")
     begin = time.perf_counter()
-    size = train(find_inputs(arguments.input), arguments.vocab_size, arguments.output, arguments.json_key)
+    size = train(
+        inputs_of(arguments),
+        arguments.vocab_size,
+        arguments.output,
+        arguments.json_key,
+        int(arguments.max_record_mb * 1e6),
+    )
     print(f"{arguments.output}: {size} tokens, {time.perf_counter() - begin:.1f} s")
     if size < arguments.vocab_size:
         print(

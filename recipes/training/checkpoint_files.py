@@ -163,7 +163,8 @@ def set_aside(path: Path) -> Path | None:
 def compatibility(recipe) -> dict:
     """What must be the same for a checkpoint to continue in a run: kept in the manifest."""
     model = dataclasses.asdict(recipe.model)
-    model.pop("init")
+    for key in ("init", "init_from"):  # where the weights began has no say in how they go on
+        model.pop(key)
     return {"model": model, "global_batch_size": recipe.global_batch_size}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from functools import partial
 
 import deepspeed
@@ -11,6 +12,7 @@ from deepspeed.utils import groups
 from torch.utils.checkpoint import checkpoint
 
 from data_prep.errors import InputError
+from recipes import models
 from recipes.models.build import build_model, parameter_groups
 from recipes.training.ds_config import engine_config, precision, zero_stage
 from recipes.training.losses import attach_loss
@@ -23,6 +25,8 @@ def build_engine(prepared):
     recipe, sizes = prepared.recipe, prepared.sizes
     config = engine_config(prepared.ds_config, sizes)
     stage = zero_stage(config)
+    if sizes.tensor > 1:
+        config["tensor_parallel"].setdefault("partition_config", tensor_partition(recipe.model.family))
     try:
         model = build_model(recipe.model, recipe.data.seq_length, recipe.seed, stage, config, recipe.compute.attention)
     except ImportError as error:  # of an attention implementation
@@ -45,6 +49,28 @@ def build_engine(prepared):
         for block in model.model.layers:
             block.compile()
     return engine
+
+
+def tensor_partition(family: str) -> dict:
+    """The family's TENSOR_PLAN as AutoTP's partition_config; embedding and head stay whole on each rank.
+
+    Left to itself, DeepSpeed 0.19.8 follows the plan in the transformers config: it refuses those of the families with
+    experts, and makes a tied head return a part of the logits.
+    """
+    plan = models.family(family).TENSOR_PLAN
+    kinds = {
+        "column": {"partition_type": "column"},
+        "row": {"partition_type": "row"},
+        "summed": {"partition_type": "skip", "grad_allreduce": True},
+    }
+    return {
+        "use_default_specs": False,
+        "layer_specs": [
+            {"patterns": [rf".*\.{re.escape(name)}\.weight$" for name in plan[kind]], **options}
+            for kind, options in kinds.items()
+            if plan[kind]
+        ],
+    }
 
 
 def recompute_activations(blocks, interval: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_prep.errors import InputError
 from data_prep.loader import StepLoader
@@ -84,7 +84,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     if place.local_rank == 0:
         stream.prefetch()
     fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
-    engine = way.build_engine(prepared)
+    engine = way.build_engine(prepared if resume_from is None else without_source(prepared))
     checkpoint.seed_ranks(recipe.seed, 0, place.rank)
     progress = checkpoint.Progress()
     if resume_from is not None:
@@ -143,3 +143,9 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         metrics.close()
         run_directory.record_end(recipe, progress.step, signals.received)
     distributed.stop_process_group()
+
+
+def without_source(prepared: Prepared) -> Prepared:
+    """With weights drawn, not loaded from model.init_from: a resumed run needs neither, and the source may be gone."""
+    model = replace(prepared.recipe.model, init_from=None)
+    return replace(prepared, recipe=replace(prepared.recipe, model=model))

@@ -70,6 +70,10 @@ def _prepare(arguments, world_size, accelerator, files, content, script) -> Prep
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size, **parallel)
     if not files:
         return Prepared(recipe, config, sizes)
+    if recipe.model.init_from is not None:
+        from recipes.models.hf_weights import SourceWeights
+
+        SourceWeights.open(recipe.model, recipe.data.seq_length)  # its config and list of weights; no tensor is read
     # As "epoch": sizes are the same, and Megatron's order for a whole run is too slow to build twice.
     stream = training_stream(recipe, order="epoch")
     held_out = validation_stream(recipe)

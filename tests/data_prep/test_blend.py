@@ -20,16 +20,16 @@ def one_by_one(weights, count):
     return drawn
 
 
-@pytest.mark.parametrize("sources", [2, 3, 10, 300])
+@pytest.mark.parametrize("sources", [2, 3, 10, 40])
 @pytest.mark.parametrize("equal", [True, False])
 def test_draws_are_those_of_the_rule_taken_one_by_one(sources, equal):
     random = np.random.RandomState(sources)
     weights = [1.0] * sources if equal else list(random.random_sample(sources) ** 3 + 1e-3)
-    count = 30_000
+    count = 20_000
     expected = one_by_one(weights, count)
     blend = Blend(weights, draws=9000)  # the rest is computed when it is asked for
     assert [blend.draw(k) for k in range(count)] == expected
-    for draws in (0, 1, 4096, 12_345, 20_480):
+    for draws in (0, 1, 4096, 12_345, 16_384):
         counts = np.bincount([source for source, _ in expected[:draws]], minlength=sources)
         assert Blend(weights, draws=9000).counts(draws) == counts.tolist()
 

@@ -7,7 +7,6 @@ import sys
 import threading
 from pathlib import Path
 
-import fsspec
 import numpy as np
 import pytest
 import xxhash
@@ -17,27 +16,6 @@ from data_prep.remote import RemoteFiles
 from data_prep.samples import DataSpec, SampleStream
 from data_prep.token_file import open_tokens
 from tests.conftest import REPOSITORY, random_documents, write_tokens
-
-
-@pytest.fixture(scope="module")
-def s3():
-    """Environment of an S3 server on this machine, for this process and the ones it starts."""
-    from moto.server import ThreadedMotoServer
-
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    settings = {
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_DEFAULT_REGION": "us-east-1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in settings.items():
-            patch.setenv(name, value)
-        yield fsspec.filesystem("s3", use_listings_cache=False)
-    server.stop()
 
 
 @pytest.fixture

@@ -1,14 +1,18 @@
-import hashlib
+import gzip
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
-from data_prep import corpus, inspect_tokens, split_tokens, tokenize_files, train_tokenizer
+from data_prep import corpus, formats, inspect_tokens, split_tokens, tokenize_files, train_tokenizer
 from data_prep.errors import InputError, run_command
 from data_prep.records import BadRecord, parse_record
+from data_prep.sources import find_inputs
 from data_prep.token_file import TokenFile, file_of
 from data_prep.tokenizer import TextTokenizer
+from tests.conftest import REPOSITORY
 
 BAD_LINES = (
     '{"text":"ok"}\n{"content":"no key"}\n{"text":null}\n{"text":123}\n"bare string"\n{"text":["a"]}\n\n{"text":"ok2"'
@@ -47,6 +51,14 @@ def test_empty_documents_are_skipped_and_counted(tmp_path, tokenizer, capsys, or
     end = TextTokenizer(tokenizer).end_id
     assert (tokens.lengths >= 2).all()
     assert all(tokens.document(n)[-1] == end and (tokens.document(n) == end).sum() == 1 for n in range(2))
+
+
+def test_an_empty_document_alone_in_a_chunk(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 1)
+    content = '{"text": ""}\n{"text": "x"}\n{"text": " "}\n'
+    for workers in ("1", "2"):
+        options = ("--engine", "tokenizers", "--workers", workers)
+        assert texts(run(tmp_path, tokenizer, content, *options, name=workers), tokenizer) == ["x"]
 
 
 def test_nothing_left_is_an_error_and_leaves_no_file(tmp_path, tokenizer, capsys):
@@ -92,6 +104,88 @@ def test_bad_utf8_and_lone_surrogates(tmp_path, tokenizer):
         file_of(run(tmp_path, tokenizer, content, "--on_bad_record", "skip").prefix, ".json").read_text()
     )
     assert (report["documents"], report["left_out"]) == (1, {"bad_unicode": 1, "bad_utf8": 1})
+
+
+def test_rows_of_a_table_are_told_apart_like_lines(tmp_path, tokenizer, capsys):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    column = pa.array([b"good", b"caf\xe9", None, b" ", b"x" * 1001, b"fine"], pa.binary()).view(pa.string())
+    source = tmp_path / "in.parquet"
+    pq.write_table(pa.table({"text": column}), source)
+    command = ["--input", str(source), "--output_prefix", str(tmp_path / "p"), "--tokenizer", str(tokenizer)]
+    command += ["--max_record_mb", "0.001"]
+    with pytest.raises(InputError, match=r"in\.parquet:2: not UTF-8 at byte 3 of the text; mend the record"):
+        tokenize_files.main(command)
+    tokenize_files.main([*command, "--on_bad_record", "skip"])
+    assert "docs=2 tokens=" in (printed := capsys.readouterr().out)
+    assert "bad_utf8=1 null=1 skipped_empty=1 too_long=1 (gigatoken: " in printed and " tokens/s)" in printed
+    assert (tmp_path / "p_text_document.rejects.txt").read_text().splitlines() == [
+        f"{source}:2: bad_utf8: not UTF-8 at byte 3 of the text",
+        f"{source}:3: null: the text is null",
+        f"{source}:5: too_long: longer than 0.001 MB; see --max_record_mb",
+    ]
+
+
+@pytest.mark.parametrize("engine", ["gigatoken", "tokenizers"])
+def test_records_that_are_too_long_are_left_out(tmp_path, tokenizer, engine, monkeypatch):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", 300)
+    monkeypatch.setattr("data_prep.tokenizer.SEGMENT", 100)
+    monkeypatch.setattr("data_prep.tokenizer.LONGEST_SEGMENT", 500)
+    lines = ["short", "y" * 2000, "hello world " * 75, "z" * 600, "end"]
+    content = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    tokens = run(
+        tmp_path, tokenizer, content, "--max_record_mb", "0.001", "--on_bad_record", "skip", "--engine", engine
+    )
+    assert texts(tokens, tokenizer) == ["short", "hello world " * 75, "end"]
+    rejects = file_of(tokens.prefix, ".rejects.txt").read_text().splitlines()
+    assert [line.split(": ")[0].split(":")[1] for line in rejects] == ["2", "4"]
+    assert "longer than 0.001 MB" in rejects[0] and "without a place where this tokenizer lets" in rejects[1]
+
+
+def test_a_truncated_file_leaves_no_output(tmp_path, tokenizer):
+    source = tmp_path / "in.jsonl.gz"
+    source.write_bytes(gzip.compress(b'{"text":"a"}\n' * 10)[:-4])
+    command = ["--input", str(source), "--output_prefix", str(tmp_path / "p"), "--tokenizer", str(tokenizer)]
+    with pytest.raises(InputError, match="in.jsonl.gz is truncated"):
+        tokenize_files.main(command)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl.gz"]
+
+
+def test_datasets_and_several_formats_in_one_command(tmp_path, tokenizer):
+    import datasets
+
+    datasets.Dataset.from_dict({"body": ["one", "two"]}).save_to_disk(tmp_path / "saved")
+    command = ["--output_prefix", str(tmp_path / "p"), "--tokenizer", str(tokenizer), "--json_key", "body"]
+    tokenize_files.main([*command, "--dataset", str(tmp_path / "saved")])
+    assert texts(TokenFile(tmp_path / "p_body_document"), tokenizer) == ["one", "two"]
+    (tmp_path / "a.jsonl").write_text('{"text": "three"}')
+    (tmp_path / "b.txt").write_text("four")
+    inputs = ["--input", str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")]
+    tokenize_files.main([*command[:4], *inputs])
+    assert texts(TokenFile(tmp_path / "p_text_document"), tokenizer) == ["three", "four"]
+    for options in ([], [*inputs, "--dataset", "x"]):
+        with pytest.raises(InputError, match="give either --input or --dataset"):
+            tokenize_files.main([*command, *options])
+
+
+def test_a_tokenizer_of_other_inputs(tmp_path):
+    (tmp_path / "notes.txt").write_text("hello hello hello hello")
+    command = ["--input", str(tmp_path / "notes.txt"), "--vocab_size", "261", "--output", str(tmp_path / "tokenizer")]
+    train_tokenizer.main(command)
+    assert len(TextTokenizer(tmp_path / "tokenizer").encode(["hello"])[0]) == 1
+
+
+def test_the_command_starts_without_heavy_imports(tmp_path, tokenizer):
+    program = (
+        "import sys; from data_prep import tokenize_files; tokenize_files.main(sys.argv[1:]); "
+        "print([m for m in ('datasets', 'pyarrow', 'fsspec', 'torch', 'transformers', 'huggingface_hub') if m in sys.modules])"
+    )
+    (tmp_path / "in.jsonl").write_text('{"text": "hello"}')
+    command = ["--input", tmp_path / "in.jsonl", "--output_prefix", tmp_path / "p", "--tokenizer", tokenizer]
+    command += ["--engine", "tokenizers"]  # gigatoken loads awkward, and with it pyarrow and fsspec
+    done = subprocess.run([sys.executable, "-c", program, *command], capture_output=True, text=True, cwd=REPOSITORY)
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_byte_order_marks_and_crlf(tmp_path, tokenizer):
@@ -143,12 +237,17 @@ def test_bytes_do_not_depend_on_workers_or_chunks(tmp_path, tokenizer, monkeypat
     lines = [
         json.dumps({"text": " ".join(map(str, random.randint(0, 999, random.randint(1, 200))))}) for _ in range(300)
     ]
-    hashes = set()
-    for workers, chunk in (("1", 1 << 20), ("1", 500), ("2", 1 << 20)):
-        monkeypatch.setattr(tokenize_files.line_chunks, "__defaults__", (chunk,))
-        tokens = run(tmp_path, tokenizer, "\n".join(lines), "--workers", workers, "--overwrite")
-        hashes.add(hashlib.sha256(tokens.tokens.tobytes() + tokens.lengths.tobytes()).hexdigest())
-    assert len(hashes) == 1
+    made = []
+    for name, workers, chunk, engine in (
+        ("a", "1", 1 << 20, "gigatoken"),
+        ("b", "1", 500, "gigatoken"),
+        ("c", "1", 500, "tokenizers"),
+        ("d", "2", 5000, "tokenizers"),
+    ):
+        monkeypatch.setattr(formats, "CHUNK_BYTES", chunk)
+        tokens = run(tmp_path, tokenizer, "\n".join(lines), "--workers", workers, "--engine", engine, name=name)
+        made.append((tokens.tokens.tobytes(), tokens.lengths.tobytes()))
+    assert len(set(made)) == 1
 
 
 ODD_TEXTS = [
@@ -200,7 +299,8 @@ def test_an_engine_that_differs_on_the_sample_is_not_used(tmp_path, tokenizer, c
 
 def test_existing_output_is_kept(tmp_path, tokenizer):
     run(tmp_path, tokenizer, '{"text":"first"}\n')
-    with pytest.raises(InputError, match="exists; choose another --output_prefix or pass --overwrite"):
+    message = r"in_text_document.json exists, made by another job \(source 1: bytes was 17, is 18\); choose another"
+    with pytest.raises(InputError, match=message):
         run(tmp_path, tokenizer, '{"text":"second"}\n')
     assert texts(TokenFile(tmp_path / "in_text_document"), tokenizer) == ["first"]
 
@@ -295,7 +395,7 @@ def test_tokenizer_directory_loads_in_transformers(tokenizer):
 def test_tokenizer_of_no_text(tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(InputError, match="0 documents in .*empty.jsonl"):
-        train_tokenizer.train([tmp_path / "empty.jsonl"], 300, tmp_path / "tokenizer")
+        train_tokenizer.train(find_inputs([str(tmp_path / "empty.jsonl")]), 300, tmp_path / "tokenizer")
 
 
 def test_stdlib_corpus_is_the_standard_library(tmp_path):
