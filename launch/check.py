@@ -45,6 +45,10 @@ def hardware_for(arguments, prepared: Prepared) -> Hardware:
         if arguments.devices_per_node < 1:
             raise InputError(f"--devices_per_node {arguments.devices_per_node} must be positive")
         hardware = replace(hardware, devices_per_node=arguments.devices_per_node)
+    if getattr(arguments, "devices", None) is not None:
+        if arguments.devices < 1:
+            raise InputError(f"--devices {arguments.devices} must be positive")
+        hardware = replace(hardware, devices=arguments.devices)
     return hardware
 
 
