@@ -139,14 +139,14 @@ def _attention_saved(settings, size: int) -> float:
     return saved
 
 
-def on_rank(layer: Layer, sizes, split_head: bool | None = None) -> Layer:
+def on_rank(layer: Layer, sizes, split_head: bool = False) -> Layer:
     """The part of a layer that one rank holds and keeps.
 
     Args:
-        split_head: whether tensor-parallel ranks divide the head; None: as here, where pipeline stages don't.
+        split_head: whether tensor-parallel ranks divide the head, which those of this repository don't.
     """
     tensor, expert = sizes.tensor, sizes.expert
-    if layer.kind == "head" and (sizes.pipeline == 1 if split_head is None else split_head):
+    if layer.kind == "head" and split_head:
         layer = replace(layer, whole=0, split=layer.whole)
     return replace(
         layer,

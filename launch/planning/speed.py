@@ -76,7 +76,7 @@ class Work:
     sums: int = 4
     offload: bool = False
     interleaved: int = 1
-    split_head: bool | None = None
+    split_head: bool = False
 
     @property
     def tokens(self) -> int:
@@ -195,8 +195,7 @@ def compute_time(work: Work, mine: list[Layer], tokens: int, kind: Kind, constan
         again = work.recomputed * constants.recompute_cost if layer.kind == "block" else 0
         passes = 3 + again
         attention = shape.attention_width / tensor * work.seq_length / 2 if layer.kind == "block" else 0
-        divided = work.sizes.pipeline == 1 if work.split_head is None else work.split_head
-        share = tensor if layer.split or layer.kind == "head" and divided else 1
+        share = tensor if layer.split or layer.kind == "head" and work.split_head else 1
         dense = 2 * (layer.matrices / share + attention)
         seconds += passes * tokens * dense / (peak * efficiency(shape.hidden / tensor))
         if layer.expert_matrices:

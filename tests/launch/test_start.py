@@ -69,7 +69,9 @@ def test_hosts_of_a_file(capsys, tmp_path):
 def test_mistakes_are_told_before_anything_starts(tiny, monkeypatch):
     monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("started"))
     refused("128 devices on 16 nodes: use launch/slurm.sh or launch/hostfile.sh", "local", "70b", "--dry_run")
-    refused("nowhere.idx does not exist", "local", "8b", "data.files=nowhere")  # without --dry_run the data must be there
+    refused(
+        "nowhere.idx does not exist", "local", "8b", "data.files=nowhere"
+    )  # without --dry_run the data must be there
     refused("name a recipe first; usage: bash launch/slurm.sh NAME", "slurm", "schedule.steps=5")
     refused("elsewhere is no place to start a run; one of local, slurm, hostfile", "elsewhere", "8b")
     refused("--devices 0 must be positive", "local", "8b", "--devices", "0", "--dry_run")
