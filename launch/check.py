@@ -18,7 +18,7 @@ from launch.planning.shape import shape_of
 from launch.planning.speed import step_time, work_of
 from launch.run import find_accelerator
 from recipes import models
-from recipes.training.ds_config import precision, zero_stage
+from recipes.training.ds_config import load_ds_config, precision, zero_stage
 from recipes.training.prepare import Prepared, prepare
 from recipes.training.remarks import remarks
 from recipes.training.settings import REPOSITORY, recipe_parser
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.all:
         for arguments.recipe, path in shipped():
             arguments.deepspeed_config = str(path)
-            hardware = hardware_of(check(arguments, None, files=False).ds_config, path.name)
+            hardware = hardware_of(load_ds_config(path), path.name)
             accelerator = "cpu" if hardware.device == "cpu" else "cuda"
             prepared = check(arguments, hardware.devices, accelerator, files=False)
             title = f"{path.name}, {hardware.devices} x {kind_of(hardware.device).name}"

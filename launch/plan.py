@@ -15,7 +15,7 @@ from pathlib import Path
 from data_prep.errors import InputError, run_command
 from data_prep.files import write_text
 from launch.check import all_remarks, check, check_parser, hardware_for
-from launch.hardware import Hardware, Kind, kind_of
+from launch.hardware import Hardware, Kind, check_topology, kind_of
 from launch.planning.memory import FRAGMENTATION, FRAMEWORK_GIB, GIB, Memory, checkpoint_bytes, fullest_rank
 from launch.planning.shape import shape_of
 from launch.planning.speed import StepTime, calibration, step_time, work_of
@@ -348,7 +348,8 @@ def main(argv: list[str] | None = None) -> int:
         line = f"does not fit: {hardware.devices} GPUs can't be used: {error}; {usable_devices(prepared, hardware.devices)}"
         print(json.dumps({"recipe": prepared.recipe.name, "fits": False, "verdict": line}) if arguments.json else line)
         return MISFIT if arguments.require_fit else 0
-    prepared = check(arguments, hardware.devices, files=False)
+    check_topology(sizes, hardware, prepared.recipe.deepspeed_config, arguments.allow_cross_node)
+    prepared = replace(prepared, sizes=sizes)
     plan = make_plan(prepared, sizes, kind, hardware)
     if arguments.pipeline_chart is not None:
         from launch.planning.chart import draw

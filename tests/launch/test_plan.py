@@ -4,7 +4,7 @@ import re
 import pytest
 
 from data_prep.errors import InputError
-from launch import check, plan
+from launch import plan
 from launch.hardware import Hardware, kind_of
 from launch.planning.memory import GIB
 from launch.planning.search import search
@@ -44,13 +44,6 @@ def test_a_plan_of_8b(capsys):
     assert values["flops_per_token"] == flops
     assert values["mfu"] == pytest.approx(values["tokens_per_s"] * flops / (8 * 989e12))
     assert values["calibration"].startswith("calibrated on h100: 16 of 31 published bf16 runs")
-
-
-def test_plans_of_everything_shipped_fit_with_room(capsys):
-    for name, path in check.shipped():
-        values = planned(capsys, name, "--deepspeed_config", path)
-        assert values["fits"], path.name
-        assert values["memory_bytes"]["device"] < 0.95 * values["memory_available_bytes"], path.name
 
 
 def test_the_top(capsys):
