@@ -6,6 +6,7 @@ the run fits or not; with --require_fit 3 when it doesn't; 2 for a mistake.
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import sys
@@ -119,66 +120,49 @@ def usable_devices(prepared: Prepared, devices: int) -> str:
     return f"it can use {usable}, a multiple of {unit}" if unit > 1 else f"it can use {usable}"
 
 
-def changes_that_fit(plan: Plan) -> list[str] | None:
-    """Overrides that make the run fit, each added only when those before it were not enough; None: none of ours do."""
-    recipe, config, kind = plan.prepared.recipe, plan.prepared.ds_config, plan.kind
-    changes: dict[str, object] = {}
-
-    def fits() -> bool:
-        nonlocal changed
-        new_recipe = replace(
-            recipe,
-            compute=replace(recipe.compute, activation_checkpoint_interval=interval),
-            loss=replace(recipe.loss, chunk_tokens=chunk),
-        )
-        zero = {**config.get("zero_optimization", {}), "stage": stage}
-        if offload:
-            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
-        changed = Prepared(new_recipe, {**config, MICRO: micro, "zero_optimization": zero}, None)
-        try:
-            sizes = sizes_for(changed, plan.hardware.devices)
-            ds_config.check_layout(new_recipe, changed.ds_config, "")
-        except InputError:
-            return False
-        return make_plan(changed, sizes, kind, plan.hardware).fits
-
-    changed = plan.prepared
-    interval, chunk = recipe.compute.activation_checkpoint_interval, recipe.loss.chunk_tokens
-    micro, stage, offload = config[MICRO], zero_stage(config), False
-    if interval != 1:
-        interval = 1
-        changes["compute.activation_checkpoint_interval"] = 1
-        if fits():
-            return _overrides(changes)
-    if chunk is None and recipe.pipeline.stages is None:
-        chunk = 2048
-        changes["loss.chunk_tokens"] = chunk
-        if fits():
-            return _overrides(changes)
+def easier(plan: Plan):
+    """(key, value) of overrides that each need less memory, the cheapest in time first."""
+    recipe, config = plan.prepared.recipe, plan.prepared.ds_config
+    if recipe.compute.activation_checkpoint_interval != 1:
+        yield "compute.activation_checkpoint_interval", 1
+    if recipe.loss.chunk_tokens is None and recipe.pipeline.stages is None:
+        yield "loss.chunk_tokens", 2048
+    micro = config[MICRO]
     while micro > 1:
         micro //= 2
-        changes[f"ds.{MICRO}"] = micro
-        if fits():
+        yield f"ds.{MICRO}", micro
+    if recipe.pipeline.stages is None:
+        for stage in range(zero_stage(config) + 1, 3 if plan.sizes.tensor > 1 else 4):
+            yield "ds.zero_optimization.stage", stage
+    yield "ds.zero_optimization.offload_optimizer.device", "cpu"
+
+
+def changes_that_fit(plan: Plan, arguments) -> list[str] | None:
+    """Overrides that make the run fit, each added only when those before it were not enough; None: none of ours do."""
+    changes: dict[str, object] = {}
+    for key, value in easier(plan):
+        changes[key] = value
+        lighter = copy.copy(arguments)
+        lighter.overrides = [*arguments.overrides, *_overrides(changes)]
+        try:
+            prepared = check(lighter, None, files=False)
+            sizes = sizes_for(prepared, plan.hardware.devices)
+        except InputError:
+            continue
+        if make_plan(prepared, sizes, plan.kind, plan.hardware).fits:
             return _overrides(changes)
-    while recipe.pipeline.stages is None and stage < (2 if plan.sizes.tensor > 1 else 3):
-        stage += 1
-        changes["ds.zero_optimization.stage"] = stage
-        if fits():
-            return _overrides(changes)
-    offload = True
-    changes["ds.zero_optimization.offload_optimizer.device"] = "cpu"
-    return _overrides(changes) if fits() else None
+    return None
 
 
 def _overrides(changes: dict[str, object]) -> list[str]:
     return [f"{key}={value}" for key, value in changes.items()]
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: Plan, arguments) -> str:
     need, have = plan.memory.device / GIB, plan.kind.memory_gib
     if plan.fits:
         return f"fits: {need:.1f} of {have:.1f} GiB"
-    changes = changes_that_fit(plan)
+    changes = changes_that_fit(plan, arguments)
     mend = (
         " ".join(changes) if changes else f"more GPUs, more stages, or `--search` on more than {plan.hardware.devices}"
     )
@@ -186,7 +170,7 @@ def verdict(plan: Plan) -> str:
 
 
 def as_dict(plan: Plan) -> dict:
-    """What --json prints and a run keeps as plan.json: bytes, seconds, plain numbers."""
+    """What --json prints, the verdict aside: bytes, seconds, plain numbers."""
     recipe, config = plan.prepared.recipe, plan.prepared.ds_config
     family = models.family(recipe.model.family)
     return {
@@ -204,7 +188,6 @@ def as_dict(plan: Plan) -> dict:
         "parameters_by_part": family.parameters_by_part(recipe.model),
         "flops_per_token": plan.flops_per_token,
         "fits": plan.fits,
-        "verdict": verdict(plan),
         "memory_bytes": {**asdict(plan.memory), "device": plan.memory.device},
         "memory_available_bytes": int(plan.kind.memory_gib * GIB),
         "fullest_stage": plan.stage,
@@ -274,7 +257,6 @@ def table(plan: Plan) -> str:
         f"run              {values['steps']:,} steps, {plan.days:,.1f} days, {values['gpu_hours']:,.0f} GPU hours",
         f"checkpoint       {plan.checkpoint / 1e9:,.1f} GB, {values['checkpoint_write_s']:,.0f} s at {STORAGE_GB_S:g} GB/s a node",
         "",
-        verdict(plan),
     ]
     return "\n".join(lines)
 
@@ -359,9 +341,13 @@ def main(argv: list[str] | None = None) -> int:
         shares = draw(sizes.pipeline, sizes.accumulation, arguments.pipeline_chart)
         print("\n".join(f"{name}: {share:.1%} idle" for name, share in shares.items()), file=sys.stderr)
     if arguments.json:
-        print(json.dumps(as_dict(plan), indent=2))
+        print(json.dumps({**as_dict(plan), "verdict": verdict(plan, arguments)}, indent=2))
     else:
-        print("\n".join([table(plan), *all_remarks(prepared, replace(hardware, device=kind.name))]))
+        print(
+            "\n".join(
+                [table(plan), verdict(plan, arguments), *all_remarks(prepared, replace(hardware, device=kind.name))]
+            )
+        )
     return MISFIT if arguments.require_fit and not plan.fits else 0
 
 
