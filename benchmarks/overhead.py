@@ -30,6 +30,7 @@ from recipes.training.prepare import prepare, training_stream
 
 
 def ours(engine, loader, sizes, clock, metrics, progress) -> None:
+    from recipes.training.run_directory import memory_gib
     from recipes.training.step import train_step
 
     clock.start()
@@ -37,7 +38,7 @@ def ours(engine, loader, sizes, clock, metrics, progress) -> None:
     result = train_step(engine, batch, sizes, stop=lambda: False)
     progress.advance(sizes.global_batch, result.tokens, result.applied)
     values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
-    metrics.write(progress.step, values)
+    metrics.write(progress.step, {**values, "memory_gib": memory_gib()})
 
 
 def plain(engine, batch) -> None:
