@@ -68,7 +68,8 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
     config = models.family(recipe.model.family).hf_config(recipe.model, recipe.data.seq_length)
     tokenizer = None
     if recipe.data.tokenizer is not None:
-        if not Path(recipe.data.tokenizer).is_dir():
+        directory = Path(recipe.data.tokenizer)
+        if directory.is_absolute() and not directory.is_dir():
             raise InputError(
                 f"data.tokenizer {recipe.data.tokenizer} does not exist any more; mend it in {recipe.run_directory}/recipe.yaml"
             )

@@ -35,3 +35,33 @@ def test_own_text_in_three_commands(tmp_path):
         assert finished.code == 0, (command, finished.output)
     assert "Once" in finished.output
     assert (tmp_path / "exports" / "mine" / "model.safetensors").exists()
+
+
+def test_every_size_fits_with_room_and_is_planned_as_the_table_says(capsys):
+    from launch import check, plan
+
+    lines = {
+        re.search(r"`bash launch/\w+\.sh (\S+)`", line).group(1): line
+        for line in README.splitlines()
+        if "`bash launch/" in line and line.startswith("|")
+    }
+    shipped = check.shipped()
+    assert set(lines) == {path.stem for _, path in shipped}
+    for name, path in shipped:
+        plan.main([name, "--deepspeed_config", str(path), "--json"])
+        values, line = json.loads(capsys.readouterr().out), lines[path.stem]
+        assert values["memory_bytes"]["device"] < 0.95 * values["memory_available_bytes"], path.name
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert f"{values['gpus']:,} x {values['gpu']}" == cells[2]
+        script = "local" if values["gpus"] <= values["gpus_per_node"] else "slurm"
+        assert f"launch/{script}.sh" in cells[1]
+        sizes = {**values["layout"], "ZeRO": values["zero_stage"]}
+        for part in cells[3].removesuffix(", offload").split(", "):
+            kind, size = re.split(r"[ -]", part)
+            assert sizes[kind] == int(size), (path.name, part)
+        if "*" in cells[5]:
+            assert float(cells[5].strip("*").replace(",", "")) == float(f"{values['tokens_per_s']:.3g}"), path.name
+        if cells[6].endswith("days"):
+            assert cells[6] == f"{values['days']:,.0f} days", path.name
+        if cells[7].endswith("GB"):
+            assert cells[7] == f"{values['checkpoint_bytes'] / 1e9:,.0f} GB", path.name

@@ -61,7 +61,23 @@ KNOWN_KEYS: dict[str, list[str]] = {
         bf16_master_weights_and_grads bf16_optimizer_states check_grad_overflow enabled
         immediate_grad_update
         """.split(),
-    "data_types": "grad_accum_dtype".split(),
+    "data_types": "grad_accum_dtype param_dtype buffer_dtype keep_in_fp32_modules".split(),
+    "torch_autocast": "enabled dtype lower_precision_safe_modules".split(),
+    "comms_logger": "enabled prof_all prof_ops verbose debug".split(),
+    "csv_monitor": "enabled output_path job_name".split(),
+    "wandb": "enabled group team project".split(),
+    "comet": """
+        enabled samples_log_interval project workspace api_key experiment_name experiment_key online mode
+        """.split(),
+    "compile": """
+        deepcompile autoep_non_moe free_activation free_activation_threshold offload_activation
+        offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters
+        sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
+        keep_all_input_tensors passes
+        """.split(),
+    "timers": "throughput".split(),
+    "timers.throughput": "enabled synchronized".split(),
+    "aio": "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds".split(),
     "flops_profiler": """
         enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
         """.split(),
@@ -92,6 +108,12 @@ KNOWN_KEYS["bfloat16"] = KNOWN_KEYS["bf16"]
 ADAM_PARAMS = """
     lr betas eps weight_decay bias_correction amsgrad torch_adam adam_w_mode fp32_optimizer_states fused
     """.split()
+
+OPTIMIZERS = "Adam AdamW Adagrad Lamb Lion MuAdam MuAdamW MuSGD Muon".split()  # DeepSpeed's, in any case
+TORCH_OPTIMIZERS = (
+    "Adadelta Adafactor Adamax ASGD NAdam RAdam RMSprop Rprop SGD".split()
+)  # of torch.optim, in this case
+ZERO_OPTIMIZERS = "adam adamw adagrad lion muon".split()  # that ZeRO takes without zero_allow_untested_optimizer
 
 REMOVED = {
     "elasticity": "launch with fewer or more ranks; the recipe keeps global_batch_size",
@@ -199,6 +221,11 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
         for key in params:
             if key not in ADAM_PARAMS and not key.startswith("_"):
                 refuse(f"optimizer.params.{key}", _nearest(key, ADAM_PARAMS))
+    kind = optimizer["type"].lower()
+    if kind not in [name.lower() for name in OPTIMIZERS] and optimizer["type"] not in TORCH_OPTIMIZERS:
+        close = difflib.get_close_matches(optimizer["type"], [*OPTIMIZERS, *TORCH_OPTIMIZERS], n=1)
+        hint = f"did you mean {close[0]}?" if close else f"known: {', '.join([*OPTIMIZERS, *TORCH_OPTIMIZERS])}"
+        refuse("optimizer.type", f"{optimizer['type']!r} is no optimizer of DeepSpeed 0.19 or torch; {hint}")
     if not _is_number(config.get("gradient_clipping")) or config["gradient_clipping"] < 0:
         refuse(
             "gradient_clipping",
@@ -214,13 +241,45 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
         refuse("fp16.enabled", "fp16 and bf16 are both enabled; keep one")
     if fp16 and accelerator == "cpu":
         refuse("fp16.enabled", "a CPU can't train in fp16: use bf16 or fp32")
-    offload = zero.get("offload_optimizer", {}).get("device", "none")
-    if offload != "none" and params.get("torch_adam") and config.get("zero_force_ds_cpu_optimizer", True):
+    if stage > 0 and kind not in ZERO_OPTIMIZERS and not config.get("zero_allow_untested_optimizer"):
+        refuse("optimizer.type", f"{optimizer['type']} at ZeRO stage {stage} needs zero_allow_untested_optimizer: true")
+    accumulation = config.get("data_types", {}).get("grad_accum_dtype")
+    if accumulation not in (None, "fp32", "fp16", "bf16"):
+        refuse("data_types.grad_accum_dtype", f"{accumulation!r} must be fp32, fp16 or bf16")
+    if stage == 0 and accumulation not in (None, precision(config)):
         refuse(
-            "optimizer.params.torch_adam",
-            "optimizer offload needs DeepSpeed's CPU Adam; take one of the two out, or state zero_force_ds_cpu_optimizer "
-            "false to offload torch's slower one",
+            "data_types.grad_accum_dtype",
+            f"{accumulation} does not go with weights in {precision(config)} at ZeRO stage 0; use stage 1, 2 or 3",
         )
+    if zero.get("compute_grad_norm") is False and config["gradient_clipping"] > 0:
+        refuse(
+            "zero_optimization.compute_grad_norm", "false does not go with gradient_clipping; use 0, or leave it out"
+        )
+    if zero.get("compute_grad_norm") is False and stage == 1 and bf16 and accumulation == "fp32":
+        refuse("zero_optimization.compute_grad_norm", "false does not go with stage 1 in bf16 accumulating in fp32")
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        device = zero.get(key, {}).get("device", "none")
+        if device not in ("none", "cpu", "nvme"):
+            refuse(f"zero_optimization.{key}.device", f"{device!r} must be none, cpu or nvme")
+        if device != "none" and stage < least:
+            refuse(f"zero_optimization.{key}", f"has no effect at ZeRO stage {stage}; it needs {least} or more")
+        if device == "nvme" and (stage != 3 or not zero[key].get("nvme_path")):
+            refuse(
+                f"zero_optimization.{key}.nvme_path",
+                "offload to nvme needs ZeRO stage 3 and a path, which are not both there",
+            )
+    offload = zero.get("offload_optimizer", {}).get("device", "none")
+    if offload != "none" and config.get("zero_force_ds_cpu_optimizer", True):
+        if params.get("torch_adam"):
+            refuse(
+                "optimizer.params.torch_adam",
+                "optimizer offload needs DeepSpeed's CPU Adam; take one of the two out, or state zero_force_ds_cpu_optimizer "
+                "false to offload torch's slower one",
+            )
+        if kind not in ("adam", "adamw", "adagrad", "lion"):
+            refuse(
+                "optimizer.type", f"optimizer offload has no {optimizer['type']} on the CPU; use AdamW, Adagrad or Lion"
+            )
     if "nvme" in (offload, zero.get("offload_param", {}).get("device")) and ctypes.util.find_library("aio") is None:
         refuse(
             "zero_optimization", "offload to nvme needs libaio, which is not here (Debian, Ubuntu: libaio-dev); use cpu"
@@ -330,6 +389,9 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
             refuse("expert_parallel.load_balance_coeff", "DeepSpeed refuses it; use model.router_aux_loss_coef")
         if section.get("preset_model", model.family) != model.family:
             refuse("expert_parallel.preset_model", f"{section['preset_model']!r} is not model.family {model.family}")
+        for key in ("zero_hpz_partition_size", "zero_quantized_gradients"):
+            if stage == 3 and config["zero_optimization"].get(key, 1) not in (1, False):
+                refuse(f"zero_optimization.{key}", "does not go with expert_parallel at ZeRO stage 3; take it out")
         if accelerator == "cpu" and section.get("use_grouped_mm", True):
             refuse("expert_parallel.use_grouped_mm", "a CPU has no grouped matrix product; state false")
     elif section is not None and section.get("autoep_size", 1) > 1:

@@ -99,21 +99,21 @@ def check_data(recipe: Recipe, streams: list[SampleStream]) -> None:
                 f"model.vocab_size to at least {made_by.get('vocab_size', highest + 1)} or tokenize with another tokenizer"
             )
     if recipe.data.tokenizer is not None:
-        check_tokenizer(Path(recipe.data.tokenizer), recipe.model.vocab_size)
+        check_tokenizer(recipe.data.tokenizer, recipe.model.vocab_size)
 
 
-def check_tokenizer(directory: Path, vocab_size: int) -> None:
-    """The tokenizer is there and every id of its vocabulary, added tokens included, has an embedding row."""
+def check_tokenizer(tokenizer: str, vocab_size: int) -> None:
+    """The tokenizer, a directory or a name on the hub, is there, and every id of its, added tokens included, has an embedding row."""
     from data_prep.tokenizer import TextTokenizer
 
-    if not directory.is_dir():
+    if Path(tokenizer).is_absolute() and not Path(tokenizer).is_dir():
         raise InputError(
-            f"data.tokenizer {directory} does not exist; give a directory that AutoTokenizer loads, or null"
+            f"data.tokenizer {tokenizer} does not exist; give a directory that AutoTokenizer loads, or null"
         )
-    size = TextTokenizer(directory).vocab_size
+    size = TextTokenizer(tokenizer).vocab_size
     if size > vocab_size:
         raise InputError(
-            f"data.tokenizer {directory} has {size} tokens, model.vocab_size is {vocab_size}: raise it to at least {size}"
+            f"data.tokenizer {tokenizer} has {size} tokens, model.vocab_size is {vocab_size}: raise it to at least {size}"
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ STEPS_OR_TOKENS = [("steps", "tokens"), ("warmup_steps", "warmup_tokens"), ("dec
 class DataSettings:
     files: Any = MISSING  # token file, list of them, list of {path, weight}, or "synthetic"
     validation_files: Any = None  # the same; null: no validation
-    tokenizer: str | None = None  # directory; copied into exports, its size checked against model.vocab_size
+    tokenizer: str | None = None  # directory or name on the Hugging Face hub; copied into exports, its size checked
     seq_length: int = MISSING  # tokens a sample
     order: str = "epoch"  # epoch | megatron
     document_mask: str = "none"  # none | attention: a token sees its own document only
@@ -316,6 +317,11 @@ def check_recipe(recipe: Recipe, where) -> None:
         f"{recipe.schedule.final_ratio:g} must lie in 0 .. 1",
     )
     total, warmup, decay = (recipe.steps_of(name) for name in ("steps", "warmup", "decay"))
+    need(
+        recipe.schedule.tokens is None or recipe.schedule.tokens >= recipe.tokens_per_step,
+        "schedule.tokens",
+        f"{recipe.schedule.tokens} are fewer than one batch, {recipe.tokens_per_step} = global_batch_size x data.seq_length",
+    )
     need(total > 0, "schedule.steps", "(or schedule.tokens) must be given and positive: how long is the run?")
     need(
         0 <= warmup <= total,
@@ -501,7 +507,7 @@ def resolve_paths(values: dict, base: Path) -> None:
     data = values.get("data")
     if isinstance(data, dict):
         for key in ("tokenizer", "cache_dir"):
-            if key in data:
+            if key in data and not (key == "tokenizer" and _is_hub_name(data[key], base)):
                 data[key] = absolute(data[key])
         for key in ("files", "validation_files"):
             if key in data:
@@ -511,6 +517,12 @@ def resolve_paths(values: dict, base: Path) -> None:
                 {**phase, "files": absolute_files(phase.get("files"))} if isinstance(phase, dict) else phase
                 for phase in phases
             ]
+
+
+def _is_hub_name(value, base: Path) -> bool:
+    """Whether it is OWNER/NAME and no directory."""
+    hub_name = isinstance(value, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", value) is not None
+    return hub_name and not (base / value).is_dir()
 
 
 def effective_yaml(recipe: Recipe) -> str:

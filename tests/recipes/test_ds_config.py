@@ -118,7 +118,10 @@ def test_precision():
 
 
 def test_known_keys_are_those_of_the_installed_deepspeed():
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.compile.config import CompileConfig
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
+    from deepspeed.monitor import config as monitors
     from deepspeed.runtime import precision_config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero import config as zero
@@ -131,6 +134,11 @@ def test_known_keys_are_those_of_the_installed_deepspeed():
         ("bf16", precision_config.DeepSpeedBF16Config),
         ("fp16", precision_config.DeepSpeedFP16Config),
         ("tensor_parallel", TPTrainingConfig),
+        ("comms_logger", CommsLoggerConfig),
+        ("csv_monitor", monitors.CSVConfig),
+        ("wandb", monitors.WandbConfig),
+        ("comet", monitors.CometConfig),
+        ("compile", CompileConfig),
     ):
         names = {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
         assert set(KNOWN_KEYS[section]) == names, section
@@ -141,7 +149,8 @@ def test_known_keys_are_those_of_the_installed_deepspeed():
 def test_deepspeed_reads_every_known_top_level_key():
     package = Path(next(iter(deepspeed.__path__)))
     source = "\n".join(path.read_text(errors="replace") for path in package.rglob("*.py"))
-    assert [key for key in KNOWN_KEYS[""] if f'"{key}"' not in source and f"'{key}'" not in source] == []
+    keys = [key for section in ("", "data_types", "aio", "timers", "torch_autocast") for key in KNOWN_KEYS[section]]
+    assert [key for key in keys if f'"{key}"' not in source and f"'{key}'" not in source] == []
 
 
 def test_shipped_configs_are_plain_json_and_pass():

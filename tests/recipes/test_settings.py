@@ -173,7 +173,7 @@ def test_missing_setting_and_file(tmp_path):
     recipe.write_text(yaml.safe_dump(settings))
     with pytest.raises(InputError, match=r"tiny\.yaml: global_batch_size is missing"):
         load_recipe(recipe)
-    with pytest.raises(InputError, match="recipe nothing does not exist; .*: demo"):
+    with pytest.raises(InputError, match="recipe nothing does not exist; .* demo,"):
         load_recipe("nothing")
 
 
@@ -189,3 +189,15 @@ def test_shipped_recipes_load_by_name_and_comment_every_setting():
         assert (REPOSITORY / "ds_configs" / f"{path.stem}.json").is_file()
         settings = [line for line in path.read_text().splitlines() if ":" in line and not line.startswith("#")]
         assert [line for line in settings if "#" not in line and not line.rstrip().endswith(":")] == []
+
+
+def test_a_tokenizer_is_a_directory_or_a_name_on_the_hub(tiny, tmp_path, monkeypatch):
+    (tmp_path / "mine" / "tokenizer").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for given, read in (
+        ("owner/some-tokenizer.v1", "owner/some-tokenizer.v1"),
+        ("mine/tokenizer", str(tmp_path / "mine/tokenizer")),
+        ("nowhere", str(tmp_path / "nowhere")),
+        ("./a/b", str(tmp_path / "a/b")),
+    ):
+        assert load_recipe(tiny, [f"data.tokenizer={given}"])[0].data.tokenizer == read

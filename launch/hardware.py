@@ -1,0 +1,109 @@
+"""The hardware that a ds_config was made for (its `_hardware` note), the kinds of devices, and which ranks are near each other."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import yaml
+
+from data_prep.errors import InputError
+from recipes.training.sizes import Sizes
+
+KINDS_FILE = Path(__file__).with_name("gpu_kinds.yaml")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of device; the units are in gpu_kinds.yaml."""
+
+    name: str
+    memory_gib: float
+    bf16_tflops: float
+    fp32_tflops: float
+    memory_gb_s: float
+    fast_gb_s: float
+    network_gb_s: float
+    host_gb_s: float
+    calibration: str
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The `_hardware` note of a ds_config.
+
+    Attributes:
+        device: a kind in gpu_kinds.yaml.
+        devices: ranks in all; devices_per_node of them share a host.
+        fast_domain: devices that reach each other by the fast link: those of a node, or of a rack (GB200 NVL72).
+        time_limit, signal_before_s: of one Slurm job, and how long before its end the ranks are told to save.
+    """
+
+    device: str = "cpu"
+    devices: int = 1
+    devices_per_node: int = 8
+    fast_domain: int | None = None
+    time_limit: str = "24:00:00"
+    signal_before_s: int = 600
+    note: str = ""
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.devices // self.devices_per_node)
+
+    @property
+    def near(self) -> int:
+        return self.fast_domain or self.devices_per_node
+
+
+def hardware_of(config: dict, where: str) -> Hardware:
+    """The ds_config's `_hardware`. Raises InputError for a key or value that it can't have."""
+    stated = config.get("_hardware", {})
+    known = {field.name: field for field in fields(Hardware)}
+    if not isinstance(stated, dict):
+        raise InputError(f"{where}: _hardware: must be a section, not {stated!r}")
+    for key, value in stated.items():
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+            raise InputError(f"{where}: _hardware.{key}: unknown key; {hint}")
+        if known[key].type != "str" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{where}: _hardware.{key}: {value!r} must be a positive integer")
+    return Hardware(**stated)
+
+
+@functools.cache
+def kinds() -> dict[str, Kind]:
+    return {name: Kind(name, **values) for name, values in yaml.safe_load(KINDS_FILE.read_text()).items()}
+
+
+def kind_of(name: str) -> Kind:
+    """The kind that `name` is, or alone begins with it."""
+    found = [kind for known, kind in kinds().items() if known == name] or [
+        kind for known, kind in kinds().items() if known.startswith(name)
+    ]
+    if len(found) != 1:
+        close = [kind.name for kind in found] or difflib.get_close_matches(name, kinds(), n=1)
+        hint = (
+            f"did you mean {' or '.join(close)}?"
+            if close
+            else f"known: {', '.join(kinds())}; add yours to {KINDS_FILE}"
+        )
+        raise InputError(f"GPU kind {name!r} is {'not unique' if found else 'unknown'}; {hint}")
+    return found[0]
+
+
+def check_topology(sizes: Sizes, hardware: Hardware, where: str, allow_cross_node: bool = False) -> None:
+    """Refuse tensor and sequence groups across nodes: they wait for each other in every layer.
+
+    Ranks of such a group are neighbours: pipeline stages lie furthest apart, then data-parallel ranks.
+    """
+    node = hardware.devices_per_node
+    for name, size in (("tensor", sizes.tensor), ("sequence", sizes.sequence)):
+        if sizes.world > node and node % size and not allow_cross_node:
+            raise InputError(
+                f"{where}: {name} parallel size {size} does not divide the {node} devices of a node: groups would cross nodes "
+                "and wait for the network in every layer; use a divisor, or --allow_cross_node"
+            )

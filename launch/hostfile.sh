@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Check a run, then start it over ssh, on the hosts of a file (--hostfile, default: hostfile).
+#
+#   bash launch/hostfile.sh NAME[.HARDWARE] [--dry_run] [options] [KEY=VALUE ...]      options: --help
+set -euo pipefail
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# This copy of the repository, wherever the installed one is; -P: not a folder named launch in the working directory.
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+exec "$here/.venv/bin/python" -P -m launch.start hostfile "$@"

@@ -1,0 +1,180 @@
+"""Memory of the fullest rank, by part, under DeepSpeed 0.19.8's ways of keeping weights, gradients and optimizer states.
+
+Model states were compared with the bytes that ranks really allocate, activations with the tensors that backward saves:
+docs/planning.md, tests/launch/planning/.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from launch.planning.shape import BYTES, Layer, Shape, on_rank, stages_of
+from recipes.training.ds_config import precision, zero_stage
+
+GIB = 2**30
+FRAMEWORK_GIB = 2.0  # CUDA context, libraries, NCCL's own buffers
+FRAGMENTATION = 0.05  # of what changes from moment to moment
+STATES = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "muon": 1, "sgd": 0}  # fp32 values a parameter; others: 2
+ENGINE_BUCKET = 500_000_000  # elements that DeepSpeed reduces at once where no bucket size is read
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank. `host` is in the host's memory, all others on the device.
+
+    Attributes:
+        weights: as the forward pass uses them, gathered ones not counted.
+        gradients: as they are added up, low-precision ones before that included.
+        master: fp32 weights of the optimizer; optimizer: its states.
+        buckets: of reductions; gathered: weights of ZeRO-3 put together for a time.
+        activations: kept for backward; recomputed: of the block that is computed again; logits: of one chunk.
+        framework: what is not torch's tensors; fragmentation: lost between tensors.
+    """
+
+    weights: int
+    gradients: int
+    master: int
+    optimizer: int
+    buckets: int
+    gathered: int
+    activations: int
+    recomputed: int
+    logits: int
+    framework: int
+    fragmentation: int
+    host: int
+
+    @property
+    def model_states(self) -> int:
+        return self.weights + self.gradients + self.master + self.optimizer
+
+    @property
+    def device(self) -> int:
+        return sum(asdict(self).values()) - self.host
+
+
+def fullest_rank(recipe, config: dict, sizes, shape: Shape) -> tuple[Memory, int]:
+    """(memory of the fullest rank, its pipeline stage)."""
+    cut = stages_of(shape, sizes.pipeline, recipe.pipeline.partition)
+    stages = [rank_memory(recipe, config, sizes, shape, layers, number) for number, layers in enumerate(cut)]
+    return max(((memory, number) for number, memory in enumerate(stages)), key=lambda pair: pair[0].device)
+
+
+def rank_memory(recipe, config: dict, sizes, shape: Shape, layers: tuple[Layer, ...], stage: int) -> Memory:
+    """Memory of a rank that holds `layers`, as pipeline stage number `stage`."""
+    mine = [on_rank(layer, sizes) for layer in layers]
+    states = model_states(config, sizes, mine)
+    zero, zero_optimization, size = zero_stage(config), config.get("zero_optimization", {}), BYTES[precision(config)]
+    held = sum(layer.parameters for layer in mine)
+    largest = max(layer.parameters for layer in mine)
+    bucket = min(int(zero_optimization.get("reduce_bucket_size", ENGINE_BUCKET)), held)
+    if zero == 0 or states["kind"] == "bf16 optimizer":
+        buckets = min(ENGINE_BUCKET, held) * (4 if states["kind"] == "bf16 optimizer" else size)
+    else:
+        buckets = bucket * size * (2 if zero_optimization.get("overlap_comm", zero == 3) else 1)
+    gathered = 0
+    if zero == 3:
+        live = int(zero_optimization.get("stage3_max_live_parameters", 1_000_000_000))
+        prefetch = int(zero_optimization.get("stage3_prefetch_bucket_size", 50_000_000))
+        gathered = min(max(live, largest + prefetch), held) * size
+    kept, recomputed, logits = activations(recipe, sizes, shape, mine, precision(config))
+    in_flight = min(sizes.accumulation, sizes.pipeline - stage)
+    changing = buckets + gathered + kept * in_flight + recomputed + logits
+    return Memory(
+        **{key: states[key] for key in ("weights", "gradients", "master", "optimizer", "host")},
+        buckets=buckets,
+        gathered=gathered,
+        activations=kept * in_flight,
+        recomputed=recomputed,
+        logits=logits,
+        framework=int(FRAMEWORK_GIB * GIB),
+        fragmentation=int(FRAGMENTATION * changing),
+    )
+
+
+def model_states(config: dict, sizes, mine: list[Layer]) -> dict:
+    """Bytes of weights, gradients, master weights and optimizer states of a rank that holds `mine`, and host memory.
+
+    Experts are spread over the data-parallel ranks that hold the same ones, all else over all data-parallel ranks.
+    """
+    size, stage = BYTES[precision(config)], zero_stage(config)
+    zero = config.get("zero_optimization", {})
+    sums = BYTES[config.get("data_types", {}).get("grad_accum_dtype") or precision(config)]
+    moments = STATES.get(config["optimizer"]["type"].lower(), 2)
+    experts = sum(layer.experts for layer in mine)
+    dense = sum(layer.parameters for layer in mine) - experts
+    spread = sizes.data * sizes.sequence
+
+    def part(bytes_each: int, stages: bool) -> int:
+        if not stages:
+            return (dense + experts) * bytes_each
+        return dense * bytes_each // spread + experts * bytes_each // (spread // sizes.expert)
+
+    kind = "zero"
+    if stage == 0:
+        kind = "plain" if size == 4 else "fp16 optimizer"
+    elif stage == 1 and precision(config) == "bf16" and sums == 4 and not _offloads(zero, "offload_optimizer"):
+        kind = "bf16 optimizer"
+    weights = part(size, stage == 3)
+    if kind == "plain":
+        gradients, master = part(4, False), 0
+    elif kind == "fp16 optimizer":
+        gradients, master = part(size, False), part(4, False)
+    elif kind == "bf16 optimizer":  # whole in fp32, and bf16 ones until they are added to them
+        gradients, master = part(4 + size, False), part(4, True)
+    else:
+        gradients, master = part(max(sums, size) if stage == 1 else sums, stage > 1), part(4, True)
+    optimizer = part(4 * moments, stage > 0)
+    host = 0
+    if _offloads(zero, "offload_optimizer"):
+        host += master + optimizer + part(4, True)
+        master, optimizer = 0, 0
+        gradients = 0 if stage > 1 else gradients
+    if _offloads(zero, "offload_param"):
+        host, weights = host + weights, 0
+    return {
+        "weights": weights,
+        "gradients": gradients,
+        "master": master,
+        "optimizer": optimizer,
+        "host": host,
+        "kind": kind,
+    }
+
+
+def _offloads(zero: dict, key: str) -> bool:
+    return zero.get(key, {}).get("device", "none") != "none"
+
+
+def activations(recipe, sizes, shape: Shape, mine: list[Layer], low: str) -> tuple[int, int, int]:
+    """Bytes that one micro batch leaves for backward on a rank, of the block that is computed again, and of its logits.
+
+    Experts are taken to be used evenly.
+    """
+    tokens = sizes.micro_batch * recipe.data.seq_length // sizes.sequence
+    interval, size = recipe.compute.activation_checkpoint_interval, BYTES[low]
+    kept = recomputed = 0.0
+    blocks = [layer for layer in mine if layer.kind == "block"]
+    for index, layer in enumerate(blocks):
+        saved = layer.saved_whole + layer.saved_split
+        if sizes.expert > 1 and layer.experts:
+            saved += 2 * size * shape.top_k * shape.hidden  # sent to the experts' ranks and back
+        if interval and index % interval == 0:
+            recomputed = max(recomputed, saved * tokens)
+            saved = size * shape.hidden + layer.saved_always
+        kept += saved * tokens
+    others = [layer for layer in mine if layer.kind != "block"]
+    kept += tokens * sum(layer.saved_whole for layer in others)
+    logits = 0
+    if any(layer.kind == "head" for layer in mine):
+        # Logits, their fp32 copy, its log-softmax and gradient: two in each precision.
+        chunk = min(recipe.loss.chunk_tokens or tokens, tokens)
+        logits = chunk * shape.vocabulary * (2 * size + 8 if low != "fp32" else 12)
+    return int(kept), int(recomputed), logits
+
+
+def checkpoint_bytes(parameters: int, config: dict) -> int:
+    """Of one checkpoint: weights, fp32 master weights where there are, and optimizer states."""
+    moments = STATES.get(config["optimizer"]["type"].lower(), 2)
+    master = 0 if zero_stage(config) == 0 and precision(config) == "fp32" else 4
+    return parameters * (BYTES[precision(config)] + master + 4 * moments)

@@ -1,0 +1,144 @@
+import json
+import re
+
+import pytest
+
+from data_prep.errors import InputError
+from launch import plan
+from launch.hardware import Hardware, kind_of
+from launch.planning.memory import GIB
+from launch.planning.search import search
+from launch.planning.shape import shape_of
+from recipes.training.ds_config import load_ds_config
+from recipes.training.settings import load_recipe
+
+
+def planned(capsys, *arguments) -> dict:
+    assert plan.main([*map(str, arguments), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refused(message: str, *arguments) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        plan.main([*map(str, arguments)])
+
+
+def test_a_plan_of_8b(capsys):
+    values = planned(capsys, "8b")
+    assert (values["parameters"], values["active_parameters"]) == (8_030_261_248, 8_030_261_248)
+    assert sum(values["parameters_by_part"].values()) == values["parameters"]
+    assert (values["gpu"], values["gpus"], values["layout"]["data"], values["zero_stage"]) == ("h100-80gb", 8, 8, 3)
+    memory = values["memory_bytes"]
+    parts = [value for key, value in memory.items() if key not in ("device", "host")]
+    assert memory["device"] == sum(parts)
+    assert memory["weights"] == 2 * 8_030_261_248 // 8
+    assert memory["master"] + memory["optimizer"] == 12 * 8_030_261_248 // 8
+    assert values["fits"] and memory["device"] < values["memory_available_bytes"]
+    assert values["checkpoint_bytes"] == 14 * 8_030_261_248
+    step = values["step_s"]
+    assert step["total"] == pytest.approx(sum(value for key, value in step.items() if key != "total"))
+    assert values["tokens_per_s"] == pytest.approx(512 * 8192 / step["total"])
+    assert values["days"] == pytest.approx(values["steps"] * step["total"] / 86400)
+    assert values["gpu_hours"] == pytest.approx(values["days"] * 24 * 8)
+    flops = 6 * (8_030_261_248 - 525_336_576 - 266_240) + 6 * 32 * 2 * 4096 * 8192
+    assert values["flops_per_token"] == flops
+    assert values["mfu"] == pytest.approx(values["tokens_per_s"] * flops / (8 * 989e12))
+    assert values["calibration"].startswith("calibrated on h100: 16 of 31 published bf16 runs")
+
+
+def test_the_top(capsys):
+    values = planned(capsys, "qwen3_moe_535b")
+    assert (values["parameters"], values["active_parameters"]) == (535_026_158_080, 23_058_926_080)
+    assert values["layout"]["expert"] == 64 and values["steps"] * 11264 * 4096 >= 18_000_000_000_000
+    assert values["bytes_sent_per_step"]["experts"] > 0
+
+
+def test_another_kind_and_number(capsys):
+    first, more = planned(capsys, "8b"), planned(capsys, "8b", "--gpus", 16, "--gpu", "b200")
+    assert more["gpu"] == "b200-180gb" and more["layout"]["data"] == 16
+    assert more["memory_bytes"]["optimizer"] * 2 == first["memory_bytes"]["optimizer"]
+    assert more["tokens_per_s"] > 2 * first["tokens_per_s"]
+
+
+def test_a_table_for_the_screen(capsys):
+    assert plan.main(["405b"]) == 0
+    printed = capsys.readouterr().out
+    for line in (
+        "405b (405b.json) on 8192 x h100-80gb, 1024 nodes: data 64, tensor 8, pipeline 16, ZeRO stage 1, bf16",
+        "parameters       405,853,388,800, of which a token uses 405,853,388,800",
+        "the fullest stage being 0 of 16",
+        "idle pipeline stages",
+        "framework (2 GiB taken for context and communicators)",
+        "fragmentation (5% of what changes)",
+        "calibrated on h100",
+        "checkpoint       5,681.9 GB",
+        "fits: ",
+        "note: pipeline.stages: 16 stages and 32 micro batches leave each device idle 32% of a step",
+    ):
+        assert line in printed, line
+
+
+def test_a_misfit_says_what_would_fit(capsys):
+    arguments = ["8b", "--gpus", "8", "compute.activation_checkpoint_interval=0", "ds.train_micro_batch_size_per_gpu=8"]
+    assert plan.main([*arguments, "--require_fit"]) == plan.MISFIT
+    last = capsys.readouterr().out.splitlines()[-1]
+    found = re.fullmatch(r"does not fit: [\d.]+ GiB of 79.1 GiB; what would: (.*)", last)
+    changes = found.group(1).split()
+    assert changes[0] == "compute.activation_checkpoint_interval=1"
+    assert planned(capsys, *arguments[:3], arguments[4], *changes)["fits"]
+    assert plan.main(arguments) == 0
+
+
+def test_nothing_of_ours_makes_405b_fit_on_two_gpus(capsys):
+    values = planned(capsys, "405b", "--gpus", 2, "pipeline.stages=2", "pipeline.tensor_parallel_size=1")
+    assert not values["fits"] and "more GPUs, more stages" in values["verdict"]
+
+
+def test_a_number_of_gpus_that_the_layout_cannot_use_is_a_misfit(capsys):
+    values = planned(capsys, "405b", "--gpus", 1000)
+    assert not values["fits"] and values["verdict"].endswith("it can use 512 or 1024, a multiple of 128")
+    assert plan.main(["405b", "--gpus", "1000", "--require_fit"]) == plan.MISFIT
+    capsys.readouterr()
+    assert planned(capsys, "70b", "--gpus", 100)["verdict"].endswith("it can use 64 or 128")
+
+
+def test_mistakes():
+    refused("GPU kind 'h1000' is unknown; did you mean h100-80gb?", "8b", "--gpu", "h1000")
+    refused("--gpus 0 must be positive", "8b", "--gpus", 0)
+    refused("--fast_domain -1 must be positive", "8b", "--fast_domain", -1)
+    refused("--devices_per_node 0 must be positive", "8b", "--devices_per_node", 0)
+    refused("model.vocab_size 0 must be positive", "8b", "model.vocab_size=0")
+    refused("33 stages are more than the model's 32 layers", "8b", "pipeline.stages=33")
+    refused("schedule.tokens 1000 are fewer than one batch", "8b", "schedule.tokens=1000")
+    refused("name a recipe first", "schedule.steps=5")
+    refused("--write goes with --search", "8b", "--write", "C.json")
+    refused("--pipeline_chart needs pipeline.stages of 2 or more", "8b", "--pipeline_chart", "chart.png")
+
+
+def test_search_writes_a_config_that_plans_as_it_said(capsys, tmp_path):
+    written = tmp_path / "C.json"
+    assert plan.main(["8b", "--search", "--gpus", "16", "--write", str(written)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    speeds = [float(line.split()[0].replace(",", "")) for line in printed[1:-1]]
+    assert 1 < len(speeds) <= plan.SHOWN and speeds == sorted(speeds, reverse=True)
+    overrides = printed[-1].partition("run it with ")[2].split()
+    values = planned(capsys, "8b", "--deepspeed_config", written, *overrides)
+    assert values["fits"] and values["gpus"] == 16
+    assert values["tokens_per_s"] == pytest.approx(speeds[0], abs=1)
+    assert f"{values['memory_bytes']['device'] / GIB:.1f} GiB" in printed[1]
+
+
+def test_search_of_a_mixture():
+    recipe, _ = load_recipe("30b_a3b")
+    config = load_ds_config(recipe.deepspeed_config)
+    found = search(recipe, config, shape_of(recipe.model, "bf16"), kind_of("h100"), Hardware("h100", 16, 8))
+    assert {candidate.sizes.expert for candidate in found} == {1, 2, 4, 8, 16}
+    assert {candidate.sizes.pipeline for candidate in found} == {1}
+    assert all(candidate.memory.device <= 79.1 * GIB for candidate in found)
+    refused("no layout of 405b fits 8 x h100-80gb", "405b", "--search", "--gpus", 8)
+
+
+def test_chart(capsys, tmp_path):
+    assert plan.main(["1b3_tp2_pp2", "--pipeline_chart", str(tmp_path / "chart.svg")]) == 0
+    assert "<svg" in (tmp_path / "chart.svg").read_text()
+    assert "1F1B: 3.0% idle" in capsys.readouterr().err

@@ -1,0 +1,93 @@
+"""launch/local.sh, slurm.sh and hostfile.sh, without starting anything."""
+
+import os
+import re
+import shlex
+import subprocess
+
+import pytest
+
+from data_prep.errors import InputError
+from launch import start
+from tests.conftest import REPOSITORY
+
+
+def command(capsys, *arguments) -> list[str]:
+    assert start.main([*arguments, "--dry_run"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("$ ")
+    return shlex.split(last[2:])
+
+
+def refused(message: str, *arguments) -> None:
+    with pytest.raises(InputError, match=re.escape(message)):
+        start.main(list(arguments))
+
+
+def test_on_this_machine(capsys):
+    words = command(capsys, "local", "8b", "schedule.steps=9000", "ds.gradient_clipping=0.5")
+    assert words[3:6] == ["launch.run", "--num_accelerators", "8"]
+    assert words[6:8] == [str(REPOSITORY / "recipes" / "pretrain.py"), "--recipe"]
+    assert words[-2:] == ["schedule.steps=9000", "ds.gradient_clipping=0.5"]
+    assert command(capsys, "local", "demo", "--devices", "1")[5] == "1"
+
+
+def test_a_pipeline_has_its_own_script(capsys):
+    words = command(capsys, "local", "1b3_tp2_pp2")
+    assert words[6] == str(REPOSITORY / "recipes" / "pretrain_pipeline.py")
+
+
+def test_hardware_variants_by_name(capsys):
+    words = command(capsys, "local", "8b.h200")
+    assert words[words.index("--recipe") + 1] == "8b"
+    assert words[words.index("--deepspeed_config") + 1] == str(REPOSITORY / "ds_configs" / "8b.h200.json")
+    refused("8b.tpu.json does not exist", "local", "8b.tpu", "--dry_run")
+
+
+def test_slurm_options_come_from_the_hardware_note(capsys):
+    words = command(capsys, "slurm", "qwen3_moe_535b")
+    options = dict(word[2:].split("=", 1) for word in words[1:8])
+    assert words[0] == "sbatch" and options == {
+        "job-name": "qwen3_moe_535b",
+        "nodes": "176",
+        "ntasks-per-node": "4",
+        "gpus-per-node": "4",
+        "time": "24:00:00",
+        "signal": "USR1@600",
+        "output": "qwen3_moe_535b-%j.log",
+    }
+    assert words[8] == "--wrap" and "MASTER_ADDR=$(scontrol show hostnames" in words[9]
+    assert "exec srun --kill-on-bad-exit=1" in words[9] and "--recipe qwen3_moe_535b" in words[9]
+    assert subprocess.run(["bash", "-n", "-c", words[9]]).returncode == 0
+
+
+def test_hosts_of_a_file(capsys, tmp_path):
+    words = command(capsys, "hostfile", "70b", "--hostfile", "hosts")
+    assert words[3:6] == ["launch.run", "--hostfile", "hosts"]
+
+
+def test_mistakes_are_told_before_anything_starts(tiny, monkeypatch):
+    monkeypatch.setattr(os, "execvp", lambda *_: pytest.fail("started"))
+    refused("128 devices on 16 nodes: use launch/slurm.sh or launch/hostfile.sh", "local", "70b", "--dry_run")
+    refused(
+        "nowhere.idx does not exist", "local", "8b", "data.files=nowhere"
+    )  # without --dry_run the data must be there
+    refused("name a recipe first; usage: bash launch/slurm.sh NAME", "slurm", "schedule.steps=5")
+    refused("elsewhere is no place to start a run; one of local, slurm, hostfile", "elsewhere", "8b")
+    refused("--devices 0 must be positive", "local", "8b", "--devices", "0", "--dry_run")
+    refused("--hostfile hosts does not exist", "hostfile", str(tiny), "--devices", "1", "--hostfile", "hosts")
+
+
+def test_the_command_takes_the_place_of_the_process(tiny, monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execvp", lambda program, words: started.append((program, words)))
+    start.main(["local", str(tiny), "--devices", "2"])
+    ((program, words),) = started
+    assert program == words[0] and words[-4:-2] == ["--recipe", str(tiny)]
+
+
+@pytest.mark.parametrize("place", start.PLACES)
+def test_scripts_from_another_directory(place, tmp_path):
+    script = REPOSITORY / "launch" / f"{place}.sh"
+    done = subprocess.run(["bash", script, "405b", "--dry_run"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, "405b" in done.stdout) == ((2, False) if place == "local" else (0, True)), done.stderr
