@@ -139,10 +139,10 @@ class Saver:
     def advance(self, writing: bool, time_is_up: bool, uploading: bool) -> None:
         """Go on where nobody is at work any more. Arguments: the flags, each true where any rank's is."""
         self._time_is_up = time_is_up
+        if not uploading and self.uploader is not None:  # first: the stage below can begin an upload
+            self.uploader.advance()
         if not writing and self._stage is not None:
             self._next_stage()
-        if not uploading and self.uploader is not None:
-            self.uploader.advance()
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be saved after this step."""

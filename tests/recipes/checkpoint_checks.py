@@ -121,7 +121,11 @@ def by_the_clock(build) -> dict:
     saver.save(checkpoint.Progress(step=1))
     result["while writing"] = saver.flags()[1]
     result["not due"].append(saver.due(1))
-    saver.finish()
+    saver.uploader = mock.Mock(**{"busy.return_value": False})
+    for _ in range(2):  # written, published
+        saver.writer.result()
+        saver.advance(False, False, False)
+    result["uploader"] = [call[0] for call in saver.uploader.method_calls]
     result["patient"] = checkpoint.Saver(engine, patient, SIZES, {}, 0).flags()
     engine.destroy()
     return result

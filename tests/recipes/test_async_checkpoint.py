@@ -146,3 +146,8 @@ def test_rank_0_s_clock_decides_for_all(results):
     for rank, told in enumerate(results["clock"]):
         assert told["flags"] == [False, rank == 0, False] and told["patient"] == [False] * 3
         assert told["due"] is True and told["not due"] == [False, False] and told["while writing"] is False
+        assert told["uploader"] == [
+            "advance",
+            "advance",
+            "begin",
+        ]  # asked on again in a later step: nothing waits for it
