@@ -26,7 +26,7 @@ if __package__ in (None, ""):
 from recipes.training import distributed
 
 WORDS, WIDTH, LENGTH = 8192, 768, 32
-STEPS_BETWEEN = 4  # timed without a save under way
+STEPS_BETWEEN = 3  # timed without a save under way
 
 
 def build_engine(layers: int, device: str):
@@ -154,7 +154,8 @@ def main() -> None:
     from recipes.training.sizes import Sizes
 
     per_layer = WIDTH * WIDTH * (4 + 3 * 4)
-    settings, engine = build_engine(-(-arguments.million_parameters * 10**6 // per_layer), device)
+    layers = -(-(arguments.million_parameters * 10**6 - 2 * WORDS * WIDTH) // per_layer)
+    settings, engine = build_engine(max(layers, 1), device)
     parameters = sum(p.numel() for p in engine.module.parameters())
     world = place.world_size
     sizes = Sizes(world, world, 1, 1, 1, 1, 4, 1, 4 * world)
