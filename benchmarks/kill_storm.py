@@ -65,7 +65,7 @@ def write_recipe(folder: Path) -> Path:
 
 
 def start(recipe: Path, log: Path, *options: str, module: str = "launch.supervise", slow: bool = True):
-    own = ["--pause_s", "0.1", "--max_restarts", "3"] if module == "launch.supervise" else []
+    own = ["--pause_s", "0.1", "--max_restarts", "20"] if module == "launch.supervise" else []
     command = [sys.executable, "-m", module, *own, "--num_accelerators", "2", "recipes/pretrain.py"]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     if slow:  # so that many kills fall into steps and writes
