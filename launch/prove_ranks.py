@@ -77,7 +77,7 @@ def run_case(case: dict) -> dict:
         for step in range(case["steps"]):
             place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
             batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
-            values = train_step(engine, batch, sizes, stop=lambda: False)
+            values = train_step(engine, batch, sizes)
             for key in result:
                 result[key].append(getattr(values, key))
             if values.expert_load is not None:

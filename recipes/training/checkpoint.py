@@ -15,6 +15,7 @@ import torch.distributed as dist
 from data_prep.errors import InputError
 from data_prep.files import write_text
 from recipes.training import checkpoint_files, distributed
+from recipes.training.async_checkpoint import SnapshotEngine, memory_limit
 from recipes.training.ds_config import precision, zero_stage
 from recipes.training.schedule import recipe_factor
 
@@ -56,43 +57,90 @@ def seed_ranks(seed: int, step: int, rank: int) -> None:
     random.seed(int(words[2]))
 
 
-def save(engine, recipe, sizes, progress: Progress, fingerprint: dict, order_samples: int) -> Path:
-    """Save a checkpoint of `progress.step`, on all ranks together; returns its directory.
+class Saver:
+    """Saves a run's checkpoints, on all ranks together; at most one is on its way.
 
-    Args:
-        fingerprint: of the data, compared on resume.
-        order_samples: number of samples that the order was made for (part of the order under "megatron").
+    `save` begins one. At each step boundary `advance` is told whether any rank's writer is `busy`, and takes the
+    checkpoint on its way to the next stage, at the same step on every rank: "writing" the files, "publishing" the
+    manifest and `latest` by rank 0. `finish` waits for all of it.
     """
-    directory, rank = recipe.run_directory / "checkpoints", dist.get_rank()
-    writing = directory / checkpoint_files.incomplete_tag(progress.step)
-    if rank == 0 and writing.exists():
-        shutil.rmtree(writing)  # left by a run that was killed while saving
-    dist.barrier()
-    state = {"progress": asdict(progress), "data": fingerprint, "order_samples": order_samples}
-    engine.save_checkpoint(str(directory), tag=writing.name, client_state=state, save_latest=False)
-    torch.save(_random_state(), writing / f"random_state_rank_{rank}.pt")
-    dist.barrier()
-    # Listed once: on a network file system two ranks can see two lists.
-    names = distributed.broadcast(checkpoint_files.files_of(writing) if rank == 0 else None)
-    mine = {
-        name: {"bytes": (writing / name).stat().st_size, "sha256": checkpoint_files.file_hash(writing / name)}
-        for name in names[rank :: sizes.world]
-    }
-    files = {name: entry for part in distributed.gather(mine) for name, entry in part.items()}
-    if rank == 0:
-        manifest = {
+
+    def __init__(self, engine, recipe, sizes, fingerprint: dict, order_samples: int):
+        """
+        Args:
+            fingerprint: of the data, compared on resume.
+            order_samples: number of samples that the order was made for (part of the order under "megatron").
+        """
+        self.engine, self.recipe, self.sizes = engine, recipe, sizes
+        self.data = {"data": fingerprint, "order_samples": order_samples}
+        self.directory = recipe.run_directory / "checkpoints"
+        limit = memory_limit(recipe.checkpoint.host_memory_gib, distributed.find_place().local_world_size)
+        self.writer = engine.checkpoint_engine = SnapshotEngine(recipe.checkpoint.asynchronous, limit)
+        self._stage: str | None = None
+        self._manifest: dict = {}
+        if dist.get_rank() == 0:
+            for path in checkpoint_files.unfinished(self.directory):
+                shutil.rmtree(path)  # left by a run that ended while saving
+
+    def save(self, progress: Progress) -> None:
+        """Begin a checkpoint of `progress.step`, once the one before is published."""
+        self.finish()
+        memory, rank = self.writer.host_memory, dist.get_rank()
+        writing = self.directory / checkpoint_files.incomplete_tag(progress.step)
+        state = {"progress": asdict(progress), **self.data}
+        self.engine.save_checkpoint(str(self.directory), tag=writing.name, client_state=state, save_latest=False)
+        self.writer.save(_random_state(), str(writing / f"random_state_rank_{rank}.pt"))
+        # What DeepSpeed copied itself: optimizer states from NVMe, in folders. Listed once: on a network file system
+        # two ranks can see two lists.
+        copied = distributed.broadcast(_in_folders(writing) if rank == 0 else None)
+        self._manifest = {
             **asdict(progress),
-            **checkpoint_files.compatibility(recipe),
-            "layout": layout(engine, sizes),
-            "total_steps": recipe.total_steps,
-            "seed": recipe.seed,
-            "order_samples": order_samples,
-            "data": fingerprint,
-            "files": dict(sorted(files.items())),
+            **checkpoint_files.compatibility(self.recipe),
+            "layout": layout(self.engine, self.sizes),
+            "total_steps": self.recipe.total_steps,
+            "seed": self.recipe.seed,
+            **self.data,
         }
-        checkpoint_files.publish(directory, progress.step, manifest)
-    dist.barrier()
-    return directory / checkpoint_files.tag(progress.step)
+        self.writer.start(copied[rank :: self.sizes.world])
+        self._stage = "writing"
+        if self.writer.host_memory > memory:
+            gib = self.writer.host_memory / 2**30
+            logger.info("checkpoints are copied to %.2f GiB of host memory on this rank", gib)
+        if not self.recipe.checkpoint.asynchronous:
+            self.finish()
+
+    def busy(self) -> bool:
+        """Whether this rank's writer is at work. Raises what it raised."""
+        return self.writer.busy()
+
+    def advance(self, busy: bool) -> None:
+        """`busy`: whether any rank's writer is."""
+        if not busy and self._stage is not None:
+            self._next_stage()
+
+    def finish(self) -> None:
+        """Wait until the checkpoint on its way, if any, is published."""
+        while self._stage is not None:
+            self._next_stage()
+
+    def _next_stage(self) -> None:
+        step, rank = self._manifest["step"], dist.get_rank()
+        if self._stage == "writing":
+            files = {name: entry for part in distributed.gather(self.writer.result()) for name, entry in part.items()}
+            manifest = {**self._manifest, "files": dict(sorted(files.items()))}
+            if rank == 0:
+                self.writer.run(lambda: checkpoint_files.publish(self.directory, step, manifest))
+            self._stage = "publishing"
+        else:
+            if rank == 0:
+                self.writer.result()
+            dist.barrier()
+            self._stage = None
+            logger.info("saved %s", self.directory / checkpoint_files.tag(step))
+
+
+def _in_folders(path: Path) -> list[str]:
+    return [name for name in checkpoint_files.files_of(path) if "/" in name]
 
 
 def layout(engine, sizes) -> dict:

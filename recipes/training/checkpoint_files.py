@@ -10,12 +10,13 @@ A directory appears under its final name by a rename once its manifest is in it,
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import xxhash
 
 from data_prep.errors import InputError
 from data_prep.files import fsync_directory, write_text
@@ -23,7 +24,8 @@ from recipes.training.ds_config import precision, zero_stage
 
 TAG = re.compile(r"global_step(\d+)")
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
+BLOCK = 16 * 2**20  # bytes read at once
 
 
 @dataclass
@@ -40,6 +42,11 @@ def tag(step: int) -> str:
 
 def incomplete_tag(step: int) -> str:
     return f".incomplete_{tag(step)}"
+
+
+def unfinished(directory: Path) -> list[Path]:
+    """Directories of checkpoints that were never published."""
+    return [p for p in directory.glob(".incomplete_*") if TAG.fullmatch(p.name.removeprefix(".incomplete_"))]
 
 
 def step_of(path: Path) -> int:
@@ -104,7 +111,7 @@ def damaged_because(path: Path, names: list[str]) -> str | None:
     """Why files do not have the content that the manifest records; None when all of `names` do."""
     files = read_manifest(path)["files"]
     for name in names:
-        if file_hash(path / name) != files[name]["sha256"]:
+        if entry_of(path / name) != files[name]:
             return f"the content of {name} does not match its checksum"
     return None
 
@@ -124,9 +131,14 @@ def read_manifest(path: Path) -> dict:
     return manifest
 
 
-def file_hash(path: Path) -> str:
+def entry_of(path: Path) -> dict:
+    """A file's entry in the manifest, the file made durable."""
+    digest = xxhash.xxh3_128()
     with open(path, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        while block := handle.read(BLOCK):
+            digest.update(block)
+        os.fsync(handle.fileno())
+        return {"bytes": handle.tell(), "xxh3_128": digest.hexdigest()}
 
 
 def files_of(path: Path) -> list[str]:
@@ -136,11 +148,8 @@ def files_of(path: Path) -> list[str]:
 
 
 def publish(directory: Path, step: int, manifest: dict) -> Path:
-    """Make a written checkpoint visible: manifest, fsync, rename to its final name, then `latest`."""
+    """Make a checkpoint, its files durable already, visible: manifest, rename to its final name, then `latest`."""
     path, final = directory / incomplete_tag(step), directory / tag(step)
-    for name in manifest["files"]:
-        with open(path / name, "rb") as handle:
-            os.fsync(handle.fileno())
     write_text(path / MANIFEST, json.dumps({"format": FORMAT, "step": step, **manifest}, indent=1) + "\n")
     set_aside(final)
     os.rename(path, final)
@@ -222,7 +231,7 @@ def check_same_data(path: Path, now: dict) -> None:
         now: fingerprint of the data (SampleStream.fingerprint).
     """
     before = read_manifest(path)["data"]
-    changed = next((key for key in {**before, **now} if before.get(key) != now.get(key)), None)
+    changed = next((key for key in ("files", *before, *now) if before.get(key) != now.get(key)), None)
     if changed is None:
         return
     was, has = before.get(changed), now.get(changed)

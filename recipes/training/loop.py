@@ -24,7 +24,7 @@ class Method:
 
     Attributes:
         build_engine: prepared -> engine, its weights drawn or loaded.
-        train_step: engine, StepBatch, sizes, stop -> step.StepResult.
+        train_step: engine, StepBatch, sizes, flags -> step.StepResult.
         validate: engine, SampleStream, samples, sizes, data-parallel rank -> (nats a token, tokens).
     """
 
@@ -97,9 +97,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     data_rank = sizes.data_rank(place.rank)
     sample_log = run_directory.SampleLog(recipe, place.rank)
 
-    def save() -> None:
-        path = checkpoint.save(engine, recipe, sizes, progress, fingerprint, order_samples)
-        logger.info("saved %s", path)
+    saver = checkpoint.Saver(engine, recipe, sizes, fingerprint, order_samples)
 
     def validate() -> None:
         loss, tokens = way.validate(engine, *held_out, sizes, data_rank)
@@ -122,7 +120,8 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     while progress.step < total and not stopped:
         clock.start()
         batch = loader.next()
-        result = way.train_step(engine, batch, sizes, stop=signals.stop_requested)
+        result = way.train_step(engine, batch, sizes, lambda: [signals.stop_requested(), saver.busy()])
+        stopped, saving = result.flags
         progress.advance(sizes.global_batch, result.tokens, result.applied)
         sample_log.write(progress.step, batch)
         values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
@@ -130,14 +129,16 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
         skips.check(progress.step, result.applied)
-        stopped = result.stop_requested
+        saver.advance(saving)
         if stopped:  # before anything else: the time until the kill may be short
-            save()
+            saver.save(progress)
+            saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
         if not stopped and due(recipe.checkpoint.every_steps):
-            save()
+            saver.save(progress)
 
+    saver.finish()
     loader.close()
     if place.rank == 0:
         metrics.close()

@@ -207,12 +207,13 @@ def _micro_batches(engine, batch: StepBatch, factor: torch.Tensor):
         yield inputs, (torch.from_numpy(batch.labels[micro]).to(engine.device), factor)
 
 
-def train_step(engine, batch: StepBatch, sizes, stop) -> StepResult:
+def train_step(engine, batch: StepBatch, sizes, flags=list) -> StepResult:
     """One schedule of forwards, backwards and the update over one global batch; as step.train_step."""
     copies = sizes.tensor * sizes.pipeline  # ranks that hold the same rows
-    counts = torch.tensor([batch.tokens, int(stop())], dtype=torch.int64, device=engine.device)
+    counts = torch.tensor([batch.tokens, *flags()], dtype=torch.int64, device=engine.device)
     dist.all_reduce(counts)
-    tokens, stopping = int(counts[0]) // copies, bool(counts[1])
+    tokens, *raised = counts.tolist()
+    tokens //= copies
     factor = torch.tensor(sizes.accumulation * sizes.data / max(tokens, 1), device=engine.device)
     lr = engine.lr_scheduler.get_last_lr()[0]
     engine.train_batch(_micro_batches(engine, batch, factor))
@@ -224,7 +225,7 @@ def train_step(engine, batch: StepBatch, sizes, stop) -> StepResult:
         lr=lr,
         tokens=tokens,
         applied=engine.was_step_applied(),
-        stop_requested=stopping,
+        flags=tuple(count > 0 for count in raised),
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
     )
 

@@ -91,6 +91,8 @@ class ScheduleSettings:
 class CheckpointSettings:
     every_steps: int | None = None  # optimizer steps; null: only at the end and on a signal
     resume: str = "latest"  # latest | none | a step number
+    asynchronous: bool = True  # training waits for a copy in host memory only, while a thread writes it
+    host_memory_gib: float | None = None  # most that a rank's copy may take; null: its part of half of what is free
 
 
 @dataclass
@@ -321,6 +323,7 @@ def check_recipe(recipe: Recipe, where) -> None:
         ("validation.every_steps", recipe.validation.every_steps),
         ("validation.samples", recipe.validation.samples),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
+        ("checkpoint.host_memory_gib", recipe.checkpoint.host_memory_gib),
         ("monitor.log_every_steps", recipe.monitor.log_every_steps),
         ("guards.max_skipped_in_a_row", recipe.guards.max_skipped_in_a_row),
     ):

@@ -24,7 +24,7 @@ class StepResult:
         lr: used in this step.
         tokens: in the global batch.
         applied: whether the weights were updated.
-        stop_requested: whether any rank has been told to stop.
+        flags: of train_step's `flags`, each true where any rank's is.
         loss_scale: of fp16 training, else None.
         expert_load: of each layer with experts, tokens of the busiest expert / tokens of the average one; else None.
     """
@@ -34,7 +34,7 @@ class StepResult:
     lr: float
     tokens: int
     applied: bool
-    stop_requested: bool
+    flags: tuple[bool, ...]
     loss_scale: float | None
     expert_load: list[float] | None = None
 
@@ -61,7 +61,7 @@ def forward(engine, batch: StepBatch, micro: int, sizes) -> dict[str, torch.Tens
     return engine(**{name: torch.from_numpy(array).to(engine.device) for name, array in arguments.items()})
 
 
-def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> StepResult:
+def train_step(engine, batch: StepBatch, sizes, flags: Callable[[], list[bool]] = list) -> StepResult:
     """Forward, backward and update over one global batch.
 
     The gradient is that of (sum of token losses) / (tokens), both over the whole global batch. DeepSpeed averages over
@@ -70,7 +70,7 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
 
     Args:
         batch: this rank's part.
-        stop: asked at the end of the step whether this rank has been told to stop.
+        flags: asked in the step for this rank's signals to all, such as that it has been told to stop.
     """
     tokens = torch.tensor(batch.tokens, dtype=torch.int64, device=engine.device)
     dist.all_reduce(tokens)  # of all ranks, needed before the first backward; stays on the device
@@ -87,10 +87,10 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
         loss_sum += sums["cross_entropy"]
         if "expert_use" in sums:
             expert_use = sums["expert_use"] if expert_use is None else expert_use + sums["expert_use"]
-    # The stop flag travels with the loss, so that all ranks leave at the same step.
-    totals = torch.stack([loss_sum, loss_sum.new_tensor(float(stop()))])
+    # The flags travel with the loss, so that all ranks act on them at the same step.
+    totals = torch.cat([loss_sum[None], loss_sum.new_tensor(flags(), dtype=loss_sum.dtype)])
     dist.all_reduce(totals)
-    loss, stopping = totals.tolist()
+    loss, *raised = totals.tolist()
     if expert_use is not None:
         dist.all_reduce(expert_use)
     grad_norm = engine.get_global_grad_norm()
@@ -100,7 +100,7 @@ def train_step(engine, batch: StepBatch, sizes, stop: Callable[[], bool]) -> Ste
         lr=lr,
         tokens=int(tokens),
         applied=engine.was_step_applied(),
-        stop_requested=stopping > 0,
+        flags=tuple(count > 0 for count in raised),
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
         expert_load=None if expert_use is None else (expert_use.amax(1) / expert_use.mean(1).clamp(min=1)).tolist(),
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, StepBatch, rank_samples
-from recipes.training import checkpoint, distributed, losses, step
+from recipes.training import checkpoint, checkpoint_files, distributed, losses, step
 from recipes.training.ds_config import check_ds_config, load_ds_config
 from recipes.training.engine import build_engine
 from recipes.training.losses import token_loss_sum
@@ -83,6 +83,13 @@ def nan_loss(logits, labels):
     return token_loss_sum(logits, labels) * float("nan")
 
 
+def save(engine, case: Prepared, progress, data: dict) -> Path:
+    saver = checkpoint.Saver(engine, case.recipe, case.sizes, data, 0)
+    saver.save(progress)
+    saver.finish()
+    return saver.directory / checkpoint_files.tag(progress.step)
+
+
 def steps(engine, case: Prepared, progress, until: int, poison: bool = False) -> tuple[list, list]:
     """(results, digests of the weights after each step) of the steps after `progress`, which moves on with them."""
     results, hashes = [], []
@@ -90,7 +97,7 @@ def steps(engine, case: Prepared, progress, until: int, poison: bool = False) ->
         loss = nan_loss if poison and number == 1 and dist.get_rank() == 1 else token_loss_sum
         with mock.patch.object(losses, "token_loss_sum", loss):
             batch = my_batch(number, case.sizes, dist.get_rank())
-            result = step.train_step(engine, batch, case.sizes, stop=lambda: False)
+            result = step.train_step(engine, batch, case.sizes)
         progress.advance(case.sizes.global_batch, result.tokens, result.applied)
         results.append(result)
         hashes.append(distributed.gather(digest(gathered(engine))))
@@ -109,10 +116,10 @@ def run_case(
     initial = distributed.gather(digest(gathered(engine)))
     data = {"data": name}
     first, first_hashes = steps(engine, case, progress, STEPS // 2, poison)
-    half_way = checkpoint.save(engine, case.recipe, case.sizes, progress, data, 0)
+    half_way = save(engine, case, progress, data)
     second, second_hashes = steps(engine, case, progress, STEPS)
     finite = all(bool(value.isfinite().all()) for value in gathered(engine).values())
-    checkpoint.save(engine, case.recipe, case.sizes, progress, data, 0)
+    save(engine, case, progress, data)
     engine.eval()
     with torch.no_grad():
         logits = engine(input_ids=torch.arange(LENGTH)[None], use_cache=False).logits
@@ -187,7 +194,7 @@ def started_from(family: str) -> dict:
             logits = engine(input_ids=tokens, use_cache=False).logits
             results[f"stage {stage}"] = distributed.gather((logits - expected).abs().max().item())
             if family == "deepseek_v3" and stage == 3:  # for an export of a bias that is not zero
-                checkpoint.save(engine, case.recipe, case.sizes, checkpoint.Progress(step=1), {}, 0)
+                save(engine, case, checkpoint.Progress(step=1), {})
                 if dist.get_rank() == 0:
                     (case.recipe.run_directory / "recipe.yaml").write_text(effective_yaml(case.recipe))
             engine.destroy()
@@ -235,10 +242,10 @@ def one_parameter(stage: int) -> dict:
     labels[:, :, : 4 if rank else 1] = 0
     sizes = Sizes(2, 2, 1, 1, 1, 1, 1, 2, 4)
     batch = StepBatch(inputs, labels, np.zeros((2, 1)), int((labels == 0).sum()))
-    result = step.train_step(engine, batch, sizes, stop=lambda: rank == 1)
+    result = step.train_step(engine, batch, sizes, flags=lambda: [False, rank == 1])
     weight = float(engine.module.w.detach())
     engine.destroy()
-    return {"loss": result.loss, "grad_norm": result.grad_norm, "w": weight, "stop": result.stop_requested}
+    return {"loss": result.loss, "grad_norm": result.grad_norm, "w": weight, "flags": result.flags}
 
 
 def main() -> None:

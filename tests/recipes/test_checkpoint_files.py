@@ -16,10 +16,7 @@ def directory(tmp_path):
         path.mkdir()
         (path / "model.pt").write_bytes(b"m" * 100)
         (path / "shard_1.pt").write_bytes(b"s" * 50)
-        entries = {
-            name: {"bytes": (path / name).stat().st_size, "sha256": files.file_hash(path / name)}
-            for name in files.files_of(path)
-        }
+        entries = {name: files.entry_of(path / name) for name in files.files_of(path)}
         files.publish(tmp_path, step, {"files": entries})
     return tmp_path
 
@@ -40,7 +37,7 @@ def damage(directory, how):
         shutil.rmtree(four)
         four.mkdir()
     elif how == "manifest cut":
-        (four / "manifest.json").write_text('{"format": 1, "fil')
+        (four / "manifest.json").write_text('{"format": 2, "fil')
 
 
 @pytest.mark.parametrize(
@@ -101,13 +98,13 @@ def test_publishing_again_keeps_the_old_one(directory):
     path = directory / files.incomplete_tag(4)
     path.mkdir()
     (path / "new.pt").write_bytes(b"n")
-    files.publish(directory, 4, {"files": {"new.pt": {"bytes": 1, "sha256": files.file_hash(path / "new.pt")}}})
+    files.publish(directory, 4, {"files": {"new.pt": files.entry_of(path / "new.pt")}})
     assert files.files_of(directory / "global_step4") == ["new.pt"]
     assert "model.pt" in files.files_of(directory / "global_step4.replaced_1")
     assert (directory / "latest").read_text() == "global_step4"
 
 
-@pytest.mark.parametrize("content", ["[1]", "{}", "5", '{"format": 1}'])
+@pytest.mark.parametrize("content", ["[1]", "{}", "5", '{"format": 2}'])
 def test_manifest_that_is_none(directory, content):
     (directory / "global_step4" / "manifest.json").write_text(content)
     assert files.step_of(files.find(directory, "latest").chosen) == 2

@@ -81,7 +81,7 @@ def test_loss_and_gradient_are_weighted_by_tokens(results, stage):
     # 2 tokens of loss 1 and 8 of loss 3: 2.6, not 2.0; w = 1 - 2.6.
     one = results[f"one parameter, stage {stage}"]
     assert (one["loss"], one["grad_norm"], one["w"]) == pytest.approx((2.6, 2.6, -1.6), rel=1e-6)
-    assert one["stop"] is True  # rank 1 alone was told to stop; rank 0 knows
+    assert one["flags"] == [False, True]  # rank 1 alone raised its second; rank 0 knows
 
 
 def test_initial_weights_do_not_depend_on_the_stage(results):

@@ -1,0 +1,126 @@
+"""Run by test_async_checkpoint.py on two ranks, once: a background save under every kind of engine; writes results.json."""
+
+import json
+import sys
+import threading
+from pathlib import Path
+from unittest import mock
+
+import deepspeed
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from deepspeed.pipe import PipelineModule
+
+from recipes.models.build import build_model
+from recipes.training import async_checkpoint, checkpoint, checkpoint_files, distributed
+from recipes.training.settings import load_recipe
+from recipes.training.sizes import Sizes
+from tests.recipes.families import small
+
+FOLDER = Path(sys.argv[1])
+ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+SIZES = Sizes(
+    world=2, data=2, tensor=1, pipeline=1, sequence=1, expert=1, micro_batch=2, accumulation=1, global_batch=4
+)
+
+
+def initialize(model, config: dict, **options):
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "gradient_clipping": 1.0, **config},
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        dist_init_required=False,
+        **options,
+    )
+    return engine
+
+
+def language_model(family: str, config: dict):
+    def build():
+        model = build_model(small(family), 16, seed=1)
+        group = {"name": "all", "params": list(model.parameters())}
+        return initialize(model, config, model_parameters=[group])
+
+    def train(engine, number: int) -> None:
+        tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(2 * number + dist.get_rank()))
+        logits = engine(input_ids=tokens[:, :-1], use_cache=False).logits
+        engine.backward(F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()))
+        engine.step()
+
+    return build, train
+
+
+def pipeline(stage: int):
+    def build():
+        torch.manual_seed(1)
+        layers = [torch.nn.Linear(16, 16) for _ in range(4)]
+        model = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss)
+        return initialize(model, {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0})
+
+    def train(engine, number: int) -> None:
+        generator = torch.Generator().manual_seed(number)
+        batch = torch.randn(2, 16, generator=generator), torch.randn(2, 16, generator=generator)
+        engine.train_batch(iter([batch]))
+
+    return build, train
+
+
+def state_of(engine) -> list[torch.Tensor]:
+    """Copies of all tensors of the module (but for ZeRO-3, whose module holds none) and of the optimizer."""
+    states = [dict(engine.module.named_parameters()), engine.optimizer.state_dict()]
+    return [tensor.detach().clone() for tensor in async_checkpoint.tensors_of(states)]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def check(name: str, build, train) -> dict:
+    recipe, _ = load_recipe(FOLDER / "tiny.yaml", [f"name={name.replace(' ', '_')}"])
+    engine, progress = build(), checkpoint.Progress()
+    saver = checkpoint.Saver(engine, recipe, SIZES, {}, 0)
+    held, write_state = threading.Event(), async_checkpoint.write_state
+
+    def late(path, state):
+        assert held.wait(60)
+        return write_state(path, state)
+
+    for _ in range(2):
+        train(engine, progress.step)
+        progress.advance(4, 32, True)
+    before = state_of(engine)
+    with mock.patch.object(async_checkpoint, "write_state", late):
+        saver.save(progress)
+        result = {"busy": saver.busy(), "unpublished": not checkpoint_files.checkpoints(saver.directory)}
+        train(engine, progress.step)
+        result["moved_on"] = not same(before, state_of(engine))
+        dist.barrier()
+        held.set()
+        saver.finish()
+    engine.destroy()
+    engine = build()
+    chosen = checkpoint.choose(recipe, SIZES)
+    result["step"] = checkpoint.resume(engine, recipe, SIZES, chosen, {}).step
+    result["same"] = same(before, state_of(engine))
+    engine.destroy()
+    return result
+
+
+def main() -> None:
+    distributed.start_process_group(distributed.find_place())
+    cases = {f"stage {n}": language_model("llama", {"zero_optimization": {"stage": n}}) for n in range(4)}
+    cases["bf16"] = language_model("llama", {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
+    experts = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
+    for stage in range(4):
+        config = {"zero_optimization": {"stage": stage}, "expert_parallel": experts}
+        cases[f"experts {stage}"] = language_model("qwen3_moe", config)
+    cases |= {f"pipeline {stage}": pipeline(stage) for stage in (0, 1)}
+    results = {name: distributed.gather(check(name, *case)) for name, case in cases.items()}
+    if dist.get_rank() == 0:
+        (FOLDER / "results.json").write_text(json.dumps(results))
+    distributed.stop_process_group()
+
+
+if __name__ == "__main__":
+    main()

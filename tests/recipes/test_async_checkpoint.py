@@ -1,0 +1,141 @@
+"""The background writer of checkpoints: alone, and on two ranks under every kind of engine."""
+
+import json
+import logging
+import sys
+import threading
+from collections import OrderedDict
+
+import pytest
+import torch
+
+from recipes.training import checkpoint_files
+from tests.conftest import launch, make_tiny
+
+
+def snapshot_engine(folder, **options):
+    from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo
+
+    from recipes.training.async_checkpoint import SnapshotEngine
+
+    engine = SnapshotEngine(**{"asynchronous": True, "memory_limit": 2**30, **options})
+    engine.info = CheckpointCommitInfo("tag", str(folder), False)
+    (folder / "tag").mkdir(exist_ok=True)
+    return engine
+
+
+def write(engine, folder, state, name="a.pt"):
+    engine.create(engine.info)
+    engine.save(state, str(folder / "tag" / name))
+    engine.commit(engine.info)
+    engine.start()
+    return engine.result()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """The writer waits until this event is set."""
+    from recipes.training import async_checkpoint
+
+    event, write_state = threading.Event(), async_checkpoint.write_state
+
+    def late(path, state):
+        assert event.wait(30)
+        return write_state(path, state)
+
+    monkeypatch.setattr(async_checkpoint, "write_state", late)
+    yield event
+    event.set()
+
+
+def test_what_is_written_is_the_state_at_the_save(tmp_path, held):
+    engine = snapshot_engine(tmp_path)
+    state = {
+        "weights": OrderedDict(w=torch.ones(3, 4), empty=torch.empty(0), scalar=torch.tensor(5)),
+        "list": [1, (torch.ones(2, dtype=torch.bfloat16), "text")],
+    }
+    engine.create(engine.info)
+    engine.save(state, str(tmp_path / "tag" / "a.pt"))
+    engine.commit(engine.info)
+    engine.start()
+    assert engine.busy()
+    state["weights"]["w"].fill_(2)
+    state["list"][1][0].fill_(2)
+    state["list"][0] = 7
+    held.set()
+    entries = engine.result()
+    loaded = engine.load(tmp_path / "tag" / "a.pt")
+    assert torch.equal(loaded["weights"]["w"], torch.ones(3, 4)) and loaded["weights"]["scalar"] == 5
+    assert torch.equal(loaded["list"][1][0], torch.ones(2, dtype=torch.bfloat16))
+    assert loaded["list"][0] == 1 and loaded["list"][1][1] == "text" and loaded["weights"]["empty"].numel() == 0
+    assert entries == {"a.pt": checkpoint_files.entry_of(tmp_path / "tag" / "a.pt")}
+    assert not engine.busy()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_memory_is_written_once_and_views_alone(tmp_path, asynchronous):
+    engine = snapshot_engine(tmp_path, asynchronous=asynchronous)
+    flat = torch.arange(100_000.0)
+    parts = flat.view(4, -1)[1], flat.view(4, -1).t()[:10]
+    write(engine, tmp_path, {"tied": flat[:10_000], "again": flat[:10_000], "part": parts[0], "slanted": parts[1]})
+    loaded = engine.load(tmp_path / "tag" / "a.pt")
+    assert loaded["tied"].data_ptr() == loaded["again"].data_ptr()
+    assert torch.equal(loaded["part"], parts[0]) and torch.equal(loaded["slanted"], parts[1])
+    assert (tmp_path / "tag" / "a.pt").stat().st_size < 4 * (10_000 + 25_000 + 40) + 5_000
+
+
+def test_host_memory_is_taken_once_and_within_its_limit(tmp_path, caplog):
+    engine = snapshot_engine(tmp_path, memory_limit=5_000)
+    write(engine, tmp_path, {"w": torch.ones(1_000)})
+    buffer = engine._buffers["a.pt"]
+    write(engine, tmp_path, {"w": torch.full((1_000,), 3.0)})
+    assert engine._buffers["a.pt"] is buffer and engine.host_memory == 4_032
+    assert torch.equal(engine.load(tmp_path / "tag" / "a.pt")["w"], torch.full((1_000,), 3.0))
+    with caplog.at_level(logging.WARNING):
+        entries = write(engine, tmp_path, {"w": torch.ones(500)}, "b.pt")
+    assert "b.pt needs" in caplog.text and "training waits for it" in caplog.text
+    assert engine.host_memory == 4_032 and list(entries) == ["b.pt"]
+    assert torch.equal(engine.load(tmp_path / "tag" / "b.pt")["w"], torch.ones(500))
+
+
+def test_what_the_writer_raises_is_raised_at_the_next_step(tmp_path):
+    engine = snapshot_engine(tmp_path)
+    engine.create(engine.info)
+    engine.save({"w": torch.ones(3)}, str(tmp_path / "tag" / "folder_that_is_missing" / "a.pt"))
+    engine.start()
+    with pytest.raises(FileNotFoundError, match="folder_that_is_missing"):
+        while engine.busy():
+            pass
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("bad", ["nan", "inf"])
+def test_weights_that_are_not_finite_are_refused(tmp_path, asynchronous, bad):
+    engine = snapshot_engine(tmp_path, asynchronous=asynchronous)
+    weights = torch.ones(10, dtype=torch.bfloat16)
+    mask = torch.full((2, 2), -torch.inf)
+    write(engine, tmp_path, {"module": {"w": weights, "mask": mask, "n": torch.arange(3)}})
+    weights[7] = float(bad)
+    with pytest.raises(FloatingPointError, match="a.pt holds NaN or infinity"):
+        write(engine, tmp_path, {"module": {"w": weights, "mask": mask}})
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("engines")
+    make_tiny(folder)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
+    finished = launch([*torchrun, "-m", "tests.recipes.checkpoint_checks", folder], limit_s=300)
+    assert finished.code == 0, finished.output
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "engine",
+    [*(f"stage {n}" for n in range(4)), "bf16", *(f"experts {n}" for n in range(4)), "pipeline 0", "pipeline 1"],
+)
+def test_every_engine_trains_on_and_loads_what_was_at_the_save(results, engine):
+    """Two ranks; the writers are held until training has done another step."""
+    for rank in results[engine]:
+        assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "step": 2}, engine
