@@ -99,6 +99,7 @@ class Saver:
             "layout": layout(self.engine, self.sizes),
             "total_steps": self.recipe.total_steps,
             "seed": self.recipe.seed,
+            "optimizer_steps": universal.optimizer_steps(self.engine),
             "loss_scale": self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,
             **self.data,
         }
@@ -146,7 +147,7 @@ def _in_folders(path: Path) -> list[str]:
 
 def layout(engine, sizes) -> dict:
     """checkpoint_files.layout, and at which layers a pipeline's stages begin: with measured costs they can change."""
-    parts = list(engine.module.parts) if isinstance(engine.module, PipelineModule) else None
+    parts = [int(part) for part in engine.module.parts] if isinstance(engine.module, PipelineModule) else None
     return {**checkpoint_files.layout(engine.config, sizes), "pipeline_parts": parts}
 
 
@@ -204,6 +205,7 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
         _apply_hyperparameters(engine, wanted)
     else:
         logger.info("%s is of another layout, %s: converting it", path, manifest["layout"])
+        checkpoint_files.check_convertible(path, engine.config)
         universal.convert_and_load(engine, recipe, sizes, path, manifest)
         seed_ranks(recipe.seed, progress.step, rank)
     if manifest["total_steps"] != recipe.total_steps:

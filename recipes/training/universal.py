@@ -102,13 +102,19 @@ def listed_parameters(engine) -> list[list]:
     return [[[names[id(parameter)], list(parameter.shape)] for parameter in group] for group in model_groups]
 
 
+def optimizer_steps(engine) -> int:
+    """What Adam counts: the updates, and one more in bf16 or fp16 without ZeRO, where DeepSpeed begins with an empty one."""
+    states = getattr(engine.optimizer, "optimizer", engine.optimizer).state.values()
+    return max((int(state["step"]) for state in states if "step" in state), default=0)
+
+
 def convert_and_load(engine, recipe, sizes, checkpoint: Path, manifest: dict) -> None:
     """Load a checkpoint of any layout. Rank 0 converts it in a process of its own: others wait longer than a collective may."""
     converted = checkpoint.with_name(".converted")
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         work = None
         if dist.get_rank() == 0:
-            for left in checkpoint.parent.glob(f".*{converted.name}*"):  # by a run that ended in it
+            for left in checkpoint.parent.glob(f"*{converted.name}*"):  # by a run that ended in it
                 shutil.rmtree(left)
             work = pool.submit(convert, recipe, checkpoint, converted, max(1, (os.cpu_count() or 1) // 2))
         while not distributed.broadcast(work is not None and work.done()):
@@ -116,7 +122,7 @@ def convert_and_load(engine, recipe, sizes, checkpoint: Path, manifest: dict) ->
         fault = distributed.broadcast(work and work.exception())
     if fault is not None:
         raise fault
-    load(engine, recipe, sizes, converted, manifest["applied_updates"])
+    load(engine, recipe, sizes, converted, manifest["optimizer_steps"])
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(converted)
@@ -128,11 +134,11 @@ def convert_and_load(engine, recipe, sizes, checkpoint: Path, manifest: dict) ->
 
 
 @torch.no_grad()
-def load(engine, recipe, sizes, directory: Path, updates: int) -> None:
+def load(engine, recipe, sizes, directory: Path, steps: int) -> None:
     """Weights and optimizer state into an engine.
 
     Args:
-        updates: applied so far, which Adam counts too.
+        steps: that Adam has counted.
     """
     names, optimizer = {}, engine.optimizer
     if isinstance(engine.module, PipelineModule):
@@ -160,19 +166,21 @@ def load(engine, recipe, sizes, directory: Path, updates: int) -> None:
                 parameter.ds_tensor.copy_(mine)
             piece.master.view(-1).narrow(0, piece.start, piece.numel).copy_(mine)
             state = base.state[piece.master]
-            state["step"] = _step(base, piece.master, updates)
+            state["step"] = _step(base, piece.master, steps)
             for key in MOMENTS:
-                whole = state.setdefault(key, torch.zeros_like(piece.master))
-                whole.view(-1).narrow(0, piece.start, piece.numel).copy_(_flat_piece(part(name, key, parameter), piece))
+                if key not in state:
+                    state[key] = torch.zeros_like(piece.master)
+                moment = _flat_piece(part(name, key, parameter), piece)
+                state[key].view(-1).narrow(0, piece.start, piece.numel).copy_(moment)
     if zero_3:
         optimizer.checkpoint_event_epilogue()
 
 
-def _step(base: torch.optim.Optimizer, master: torch.Tensor, updates: int):
+def _step(base: torch.optim.Optimizer, master: torch.Tensor, steps: int):
     """Torch's Adam counts in a tensor, DeepSpeed's in an int."""
     if not isinstance(base, torch.optim.Adam):
-        return updates
-    return torch.tensor(float(updates), device=master.device if base.defaults["fused"] else "cpu")
+        return steps
+    return torch.tensor(float(steps), device=master.device if base.defaults["fused"] else "cpu")
 
 
 def whole_shapes(recipe) -> dict[str, torch.Size]:
