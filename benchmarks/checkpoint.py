@@ -109,7 +109,7 @@ def our_saves(engine, recipe, sizes, saves: int) -> dict:
         return entry
 
     async_checkpoint.write_state = timed
-    stands, idle, first, during, writing = [], [], [], [], []
+    stands, idle, first, during, written = [], [], [], [], []
     for _ in range(saves):
         idle += [train_step(engine) for _ in range(STEPS_BETWEEN)]
         progress.step += 1
@@ -121,8 +121,9 @@ def our_saves(engine, recipe, sizes, saves: int) -> dict:
         steps = []
         while saver._stage is not None:
             steps.append(train_step(engine))
-            saver.advance(any(distributed.gather(saver.busy())))
-        writing.append(time.perf_counter() - begin - stands[-1])
+            writing = any(distributed.gather(saver.flags()[0]))
+            saver.advance(writing, False, False)
+        written.append(time.perf_counter() - begin - stands[-1])
         first, during = first + steps[:1], during + steps
         if dist.get_rank() == 0:
             shutil.rmtree(saver.directory / f"global_step{progress.step}")
@@ -132,7 +133,7 @@ def our_saves(engine, recipe, sizes, saves: int) -> dict:
         "step_s": statistics.median(idle),
         "step_after_save_s": statistics.median(first) if first else None,
         "step_while_writing_s": statistics.mean(during) if during else None,
-        "writing_s": writing,
+        "writing_s": written,
         "writer_cpu_s": sum(distributed.gather(sum(writer_cpu))) / saves,
         "host_memory_gib": saver.writer.host_memory / 2**30,
     }
@@ -164,6 +165,7 @@ def main() -> None:
         for kind, asynchronous in (("synchronous", False), ("asynchronous", True)):
             recipe = SimpleNamespace(
                 run_directory=directory,
+                name="benchmark",
                 checkpoint=CheckpointSettings(asynchronous=asynchronous),
                 model=settings,
                 global_batch_size=sizes.global_batch,

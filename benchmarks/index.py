@@ -1,4 +1,4 @@
-"""Time to open a large token file and to have the first sample, in both orders, and to blend.
+"""Time to open a large token file and to have the first sample, in both orders, without and from the cache, and to blend.
 
     python benchmarks/index.py [--documents 20000000] [--tokens 10000000000] [--seq_length 2048]
 
@@ -14,7 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from data_prep.samples import Blend, EpochSource, MegatronSource
+from data_prep.blend import Blend
+from data_prep.order_cache import OrderCache
+from data_prep.samples import EpochSource, MegatronSource
 from data_prep.token_file import DTYPE_CODES, HEADER, MAGIC, TokenFile
 
 
@@ -45,21 +47,36 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=20_000_000)
     parser.add_argument("--tokens", type=int, default=10_000_000_000)
     parser.add_argument("--seq_length", type=int, default=2048)
-    parser.add_argument("--blend_samples", type=int, default=1_000_000)
+    parser.add_argument("--blend_samples", type=int, default=100_000_000)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         prefix = Path(folder) / "big"
         sparse_token_file(prefix, arguments.documents, arguments.tokens)
         tokens = timed("open", lambda: TokenFile(prefix))
         print(f"  {len(tokens):,} documents, {tokens.total_tokens:,} tokens")
-        epoch = EpochSource(tokens, arguments.seq_length, seed=1)
-        timed("epoch order, first sample", lambda: epoch.sample(0))
-        wanted = epoch.samples_per_epoch
-        megatron = timed("Megatron's order", lambda: MegatronSource(tokens, arguments.seq_length, 1, wanted))
+        cache, length = OrderCache(Path(folder) / "cache"), arguments.seq_length
+        first = np.array([0])
+        rows = np.empty((1, length + 1), np.int64)
+        for name, kept in (
+            ("epoch order in memory", None),
+            ("epoch order into the cache", cache),
+            ("epoch order from the cache", cache),
+        ):
+            timed(f"{name}, first sample", lambda kept=kept: EpochSource(tokens, length, 1, 0, kept).read(first, rows))
+        wanted = (tokens.total_tokens - 1) // length
+        for name, kept in (("in memory", None), ("into the cache", cache), ("from the cache", cache)):
+            megatron = timed(
+                f"Megatron's order {name}, first sample",
+                lambda kept=kept: first_sample(MegatronSource(tokens, length, 1, wanted, kept), rows),
+            )
         timed("  its sample index", lambda: megatron.sample_index)
-        timed("  first sample", lambda: megatron.sample(0))
-    blend = Blend([1.0 + n / 10 for n in range(10)])
+    blend = Blend([1.0 + n / 10 for n in range(10)], arguments.blend_samples)
     timed(f"blend of 10 files, {arguments.blend_samples:,} samples", lambda: blend.draw(arguments.blend_samples - 1))
+
+
+def first_sample(source: MegatronSource, rows: np.ndarray) -> MegatronSource:
+    source.read(np.array([0]), rows)
+    return source
 
 
 if __name__ == "__main__":

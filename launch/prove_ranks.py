@@ -2,9 +2,10 @@
 
     ... launch/prove_ranks.py CASES.json RESULTS.json
 
-CASES.json is a list of {name, recipe, overrides, steps, [plain]}; RESULTS.json, written by rank 0, is {name: result} with
-the loss, gradient norm, learning rate and tokens of each step, a hash of the initial weights by parameter name, and, where a
-case failed, its error. `plain` cases are run without DeepSpeed, in plain torch, by rank 0 alone.
+CASES.json is a list of {name, recipe, overrides, steps, [plain], [moved], [poison]}; RESULTS.json, written by rank 0, is {name: result} with
+the loss, gradient norm, learning rate and tokens of each step, a hash of each initial parameter, and, where a case failed,
+its error; with `moved`, also how far each parameter has moved from its initial values after each step (2-norm). `plain` cases are run without DeepSpeed, in plain torch, by rank 0 alone. In step `poison` the last rank's loss is NaN, and plain torch
+leaves the update out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -73,17 +75,37 @@ def run_case(case: dict) -> dict:
     result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": [], "applied": []}
     with fresh_deepspeed():
         engine = build_engine(prepared)
+        initial = whole_weights(engine, prepared)
+        initial_hashes, moved = agreed(hashes(initial)), []
         rank = sizes.data_rank(dist.get_rank())
         for step in range(case["steps"]):
             place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
             batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
-            values = train_step(engine, batch, sizes)
+            with poisoned(step + 1 == case.get("poison") and dist.get_rank() == dist.get_world_size() - 1):
+                values = train_step(engine, batch, sizes)
             for key in result:
                 result[key].append(getattr(values, key))
+            if case.get("moved"):
+                parts = distributed.gather(distances(whole_weights(engine, prepared), initial))
+                moved.append({name: value for part in parts for name, value in part.items()})
             if values.expert_load is not None:
                 result["expert_load"] = values.expert_load
         engine.destroy()
-    return result
+    return {**result, "initial_weights": initial_hashes, "moved": moved}
+
+
+@contextlib.contextmanager
+def poisoned(active: bool):
+    """While `active`, this rank's loss is NaN."""
+    from recipes.training import losses, pipeline
+
+    def nan_loss(logits, labels):
+        return logits.float().sum() * float("nan")
+
+    with contextlib.ExitStack() as stack:
+        for module in (losses, pipeline) if active else ():
+            stack.enter_context(mock.patch.object(module, "token_loss_sum", nan_loss))
+        yield
 
 
 def run_plain(case: dict) -> dict:
@@ -96,12 +118,14 @@ def run_plain(case: dict) -> dict:
     recipe, config = prepared.recipe, prepared.ds_config
     settings, length = recipe.model, recipe.data.seq_length
     model = build_model(settings, length, recipe.seed)
+    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    moved = []
     params = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
     groups = parameter_groups(model, params.get("weight_decay", 0.0))
     optimizer = kind[config["optimizer"]["type"].lower()](groups, **params)
     balance = getattr(settings, "router_aux_loss_coef", 0.0)
-    factor, stream = recipe_factor(recipe), training_stream(recipe)
+    factor, stream, updates = recipe_factor(recipe), training_stream(recipe), 0
     result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": []}
     assert models.family(settings.family).parameter_count(settings) == sum(p.numel() for p in model.parameters())
     for step in range(case["steps"]):
@@ -123,22 +147,82 @@ def run_plain(case: dict) -> dict:
         total.backward()
         clip = config["gradient_clipping"] or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        lr = params["lr"] * factor(step)
+        lr = params["lr"] * factor(updates)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        if step + 1 != case.get("poison"):
+            optimizer.step()
+            updates += 1
         values = (loss.item(), norm.item(), lr, int(kept.sum()))
         for key, value in zip(("loss", "grad_norm", "lr", "tokens"), values, strict=True):
             result[key].append(value)
-    return result
+        moved.append(distances({name: parameter.detach() for name, parameter in model.named_parameters()}, initial))
+    return {**result, "initial_weights": hashes(initial), "moved": moved}
 
 
-def initial_weights_hash(tensors: dict[str, torch.Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(name.encode())
-        digest.update(tensors[name].detach().float().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def whole_weights(engine, prepared) -> dict[str, torch.Tensor]:
+    """{name in the transformers model: values} of the parameters that this rank takes part in, put together."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    from recipes import models
+
+    recipe, sizes = prepared.recipe, prepared.sizes
+    plan = models.family(recipe.model.family).TENSOR_PLAN
+    tensor_group = None
+    if sizes.tensor > 1:
+        pipeline = recipe.pipeline.stages is not None
+        tensor_group = engine.grid.get_slice_parallel_group() if pipeline else groups.get_tensor_model_parallel_group()
+    names = None
+    if recipe.pipeline.stages is not None:
+        from recipes.models.pipeline import pipeline_layers, pipeline_parameter_names
+
+        names = pipeline_parameter_names(pipeline_layers(recipe.model, recipe.data.seq_length))
+    whole: dict[str, torch.Tensor] = {}
+    for name, parameter in engine.module.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
+            value = parameter.detach().float().cpu().clone()
+        name = name if names is None else names[name]
+        module = name.removesuffix(".weight")
+        if ".experts.w" in name and sizes.expert > 1:
+            value = _gathered(value, groups._get_expert_parallel_group(parameter.group_name), 0)
+        elif tensor_group is not None and module.endswith((*plan["column"], *plan["row"])):
+            value = _gathered(value, tensor_group, 0 if module.endswith(plan["column"]) else 1)
+        whole[name] = value
+    # AutoEP's names and order: w1 gate, w3 up, w2 down.
+    for name in [name for name in whole if name.endswith(".experts.w1")]:
+        stem = name.removesuffix("w1")
+        whole[f"{stem}gate_up_proj"] = torch.cat([whole.pop(name), whole.pop(f"{stem}w3")], dim=1)
+        whole[f"{stem}down_proj"] = whole.pop(f"{stem}w2")
+    return {name.replace("mlp.router.gate", "mlp.gate"): value for name, value in whole.items()}
+
+
+def agreed(values: dict[str, str]) -> dict[str, str]:
+    """All ranks' {name: value} together. Raises ValueError when two ranks have other values of one name."""
+    together: dict[str, str] = {}
+    for part in distributed.gather(values):
+        for name, value in part.items():
+            if together.setdefault(name, value) != value:
+                raise ValueError(f"two ranks hold other values of {name}")
+    return together
+
+
+def hashes(weights: dict[str, torch.Tensor]) -> dict[str, str]:
+    return {name: _hash(value) for name, value in weights.items()}
+
+
+def distances(weights: dict[str, torch.Tensor], initial: dict[str, torch.Tensor]) -> dict[str, float]:
+    return {name: float((value - initial[name]).norm()) for name, value in weights.items()}
+
+
+def _gathered(value: torch.Tensor, group, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(value) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, value.contiguous(), group=group)
+    return torch.cat(parts, dim=dim)
+
+
+def _hash(value: torch.Tensor) -> str:
+    return hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()[:16]
 
 
 def main() -> None:

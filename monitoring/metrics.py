@@ -14,6 +14,8 @@ KEYS = """
     step_time_s data_wait_s tokens_per_s tokens_per_s_per_device model_tflops_per_device mfu memory_gib
     attempt time
     """.split()
+# Of models with experts: for each of their layers, tokens of the busiest expert / tokens of the average one.
+BY_LAYER = "expert_load"
 # Keys whose values are no curve.
 NOT_PLOTTED = {"step", "attempt", "time"}
 
@@ -53,14 +55,17 @@ class MetricsWriter:
         """One line of metrics.jsonl; finite numbers go to TensorBoard too."""
         values = {"step": step, **values, "attempt": self.attempt, "time": time.time()}
         if "validation_loss" not in values:
-            values = {key: values[key] for key in KEYS}
+            values = {key: values[key] for key in (*KEYS, *([BY_LAYER] if BY_LAYER in values else []))}
         line = jsonable(values)
         self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         if self._board is not None:
             group = "validation" if "validation_loss" in line else "train"
             for key, value in line.items():
-                if isinstance(value, (int, float)) and key not in NOT_PLOTTED:
+                if key == BY_LAYER:
+                    for layer, load in enumerate(value):
+                        self._board.add_scalar(f"{BY_LAYER}/layer_{layer}", load, step)
+                elif isinstance(value, (int, float)) and key not in NOT_PLOTTED:
                     self._board.add_scalar(f"{group}/{key.removeprefix('validation_')}", value, step)
 
     def close(self) -> None:

@@ -55,7 +55,8 @@ def convert(recipe, checkpoint: Path, output: Path, workers: int = 1) -> None:
         for path in (temporary / "zero").iterdir():
             if path.name not in shapes:  # optimizer_state.pt, the second name of a tied weight
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
-        write_json(temporary / checkpoint_files.MANIFEST, {**manifest, "files": {}})
+        progress = _load(_model_files(checkpoint)[0])["progress"]
+        write_json(temporary / checkpoint_files.MANIFEST, {**manifest, "progress": progress, "files": {}})
         replace_directory(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

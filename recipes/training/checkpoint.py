@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import random
 import shutil
-from dataclasses import asdict, dataclass, fields
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from data_prep.files import write_text
 from recipes.training import checkpoint_files, distributed, universal
 from recipes.training.async_checkpoint import SnapshotEngine, memory_limit
 from recipes.training.schedule import recipe_factor
+from recipes.training.upload import Uploader
 
 logger = logging.getLogger("recipes")
 HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
@@ -36,6 +38,8 @@ class Progress:
     consumed_tokens: int = 0
     applied_updates: int = 0
     skipped_steps: int = 0
+    left_out: list = field(default_factory=list)  # [begin, end) of samples that a rollback has passed over
+    recent: dict = field(default_factory=dict)  # losses and norms that the spike detector compares with
 
     def advance(self, samples: int, tokens: int, applied: bool) -> None:
         self.step += 1
@@ -46,7 +50,16 @@ class Progress:
 
     def counters(self) -> dict:
         """The values of metrics.jsonl that come from here (the step has a place of its own there)."""
-        return {key: value for key, value in asdict(self).items() if key != "step"}
+        names = ("consumed_samples", "consumed_tokens", "applied_updates", "skipped_steps")
+        return {name: getattr(self, name) for name in names}
+
+    def pass_over(self) -> bool:
+        """Move on from the begin of samples that are left out to their end; whether there were any."""
+        begun = self.consumed_samples
+        for begin, end in sorted(self.left_out):
+            if begin == self.consumed_samples:
+                self.consumed_samples = end
+        return self.consumed_samples != begun
 
 
 def seed_ranks(seed: int, step: int, rank: int) -> None:
@@ -60,9 +73,9 @@ def seed_ranks(seed: int, step: int, rank: int) -> None:
 class Saver:
     """Saves a run's checkpoints, on all ranks together; at most one is on its way.
 
-    `save` begins one. At each step boundary `advance` is told whether any rank's writer is `busy`, and takes the
-    checkpoint on its way to the next stage, at the same step on every rank: "writing" the files, "publishing" the
-    manifest and `latest` by rank 0. `finish` waits for all of it.
+    `save` begins one. At each step boundary `advance` is told what any rank's `flags` say, and takes the checkpoint on
+    its way to the next stage, at the same step on every rank: "writing" the files, then "publishing" the manifest and
+    `latest` by rank 0, who also deletes the checkpoints that are no longer kept. `finish` waits for all of it.
     """
 
     def __init__(self, engine, recipe, sizes, fingerprint: dict, order_samples: int):
@@ -78,6 +91,9 @@ class Saver:
         self.writer = engine.checkpoint_engine = SnapshotEngine(recipe.checkpoint.asynchronous, limit)
         self._stage: str | None = None
         self._manifest: dict = {}
+        uploads = recipe.checkpoint.upload is not None
+        self.uploader = Uploader(checkpoint_files.remote_directory(recipe)) if uploads else None
+        self._saved_at, self._time_is_up = time.monotonic(), False
         if dist.get_rank() == 0:
             for path in checkpoint_files.unfinished(self.directory):
                 shutil.rmtree(path)  # left by a run that ended while saving
@@ -85,6 +101,7 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Begin a checkpoint of `progress.step`, once the one before is published."""
         self.finish()
+        self._saved_at, self._time_is_up = time.monotonic(), False
         memory, rank = self.writer.host_memory, dist.get_rank()
         writing = self.directory / checkpoint_files.incomplete_tag(progress.step)
         state = {"progress": asdict(progress), **self.data, "parameters": universal.listed_parameters(self.engine)}
@@ -94,7 +111,10 @@ class Saver:
         # two ranks can see two lists.
         copied = distributed.broadcast(_in_folders(writing) if rank == 0 else None)
         self._manifest = {
-            **asdict(progress),
+            "step": progress.step,
+            **progress.counters(),
+            "left_out": progress.left_out,
+            "parent": self.recipe.checkpoint.start_from or self.recipe.checkpoint.branch_from,
             **checkpoint_files.compatibility(self.recipe),
             "layout": layout(self.engine, self.sizes),
             "total_steps": self.recipe.total_steps,
@@ -111,19 +131,36 @@ class Saver:
         if not self.recipe.checkpoint.asynchronous:
             self.finish()
 
-    def busy(self) -> bool:
-        """Whether this rank's writer is at work. Raises what it raised."""
-        return self.writer.busy()
+    def flags(self) -> list[bool]:
+        """Of this rank: writing, time for a checkpoint (by rank 0's clock), uploading. Raises what the writer raised."""
+        minutes = self.recipe.checkpoint.every_minutes
+        late = minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        uploading = self.uploader is not None and self.uploader.busy()
+        return [self.writer.busy(), late and self._stage is None and dist.get_rank() == 0, uploading]
 
-    def advance(self, busy: bool) -> None:
-        """`busy`: whether any rank's writer is."""
-        if not busy and self._stage is not None:
+    def advance(self, writing: bool, time_is_up: bool, uploading: bool) -> None:
+        """Go on where nobody is at work any more. Arguments: the flags, each true where any rank's is."""
+        self._time_is_up = time_is_up
+        if not writing and self._stage is not None:
             self._next_stage()
+        if not uploading and self.uploader is not None:
+            self.uploader.advance()
+
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint is to be saved after this step."""
+        every = self.recipe.checkpoint.every_steps
+        return self._time_is_up or step == self.recipe.total_steps or every is not None and step % every == 0
 
     def finish(self) -> None:
         """Wait until the checkpoint on its way, if any, is published."""
         while self._stage is not None:
             self._next_stage()
+
+    def close(self) -> None:
+        """Wait for everything, the newest checkpoint's upload included."""
+        self.finish()
+        if self.uploader is not None:
+            self.uploader.finish()
 
     def _next_stage(self) -> None:
         step, rank = self._manifest["step"], dist.get_rank()
@@ -131,14 +168,28 @@ class Saver:
             files = {name: entry for part in distributed.gather(self.writer.result()) for name, entry in part.items()}
             manifest = {**self._manifest, "files": dict(sorted(files.items()))}
             if rank == 0:
-                self.writer.run(lambda: checkpoint_files.publish(self.directory, step, manifest))
+                self.writer.run(lambda: self._publish(step, manifest))
             self._stage = "publishing"
         else:
             if rank == 0:
                 self.writer.result()
             dist.barrier()
             self._stage = None
-            logger.info("saved %s", self.directory / checkpoint_files.tag(step))
+            path = self.directory / checkpoint_files.tag(step)
+            logger.info("saved %s", path)
+            if self.uploader is not None:
+                self.uploader.begin(path)
+
+    def _publish(self, step: int, manifest: dict) -> None:
+        keep = self.recipe.checkpoint
+        path = checkpoint_files.publish(self.directory, step, manifest)
+        if keep.keep_last is not None:
+            needed = self.uploader.needed() if self.uploader is not None else []
+            for old in checkpoint_files.retire(path, keep.keep_last, keep.keep_every, needed):
+                logger.info("deleted %s", old)
+        free, size = shutil.disk_usage(self.directory).free, checkpoint_files.size_of(path)
+        if free < 2 * size:
+            logger.warning("room for %.1f more checkpoints is left in %s", free / size, self.directory)
 
 
 def _in_folders(path: Path) -> list[str]:
@@ -182,7 +233,7 @@ def choose(recipe, sizes) -> Path | None:
     return found.chosen
 
 
-def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
+def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = False) -> Progress:
     """Load a checkpoint into the engine and restore this rank's random states; returns where the run stands.
 
     One of another layout is converted first. Its random states are of other ranks: they are drawn anew.
@@ -190,30 +241,35 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict) -> Progress:
     The rate of the next update, and the optimizer's hyperparameters, are those of the recipe and the ds_config as they
     are now.
 
+    Args:
+        branch: the checkpoint is another run's: its data can be other data, and nothing is changed in its directory.
+
     Raises InputError when the data is not the data that the checkpoint was trained on.
     """
     manifest = checkpoint_files.read_manifest(path)
-    checkpoint_files.check_same_data(path, fingerprint)
-    progress, rank = Progress(**{field.name: manifest[field.name] for field in fields(Progress)}), dist.get_rank()
+    if not branch:
+        checkpoint_files.check_same_data(path, fingerprint)
+    rank = dist.get_rank()
     if checkpoint_files.same_layout(manifest["layout"], layout(engine, sizes)):
         groups = engine.lr_scheduler.optimizer.param_groups
         wanted = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in groups]
-        loaded, _ = engine.load_checkpoint(str(path.parent), tag=path.name)
+        loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed could not load {path}")
+        progress = Progress(**state["progress"])
         _restore_random_state(torch.load(path / f"random_state_rank_{rank}.pt", weights_only=True))
         _apply_hyperparameters(engine, wanted)
     else:
         logger.info("%s is of another layout, %s: converting it", path, manifest["layout"])
         checkpoint_files.check_convertible(path, engine.config)
-        universal.convert_and_load(engine, recipe, sizes, path, manifest)
+        progress = Progress(**universal.convert_and_load(engine, recipe, sizes, path))
         seed_ranks(recipe.seed, progress.step, rank)
     if manifest["total_steps"] != recipe.total_steps:
         logger.warning(
             "the schedule has changed: %d steps in the checkpoint, %d now", manifest["total_steps"], recipe.total_steps
         )
     _apply_schedule(engine, recipe_factor(recipe))
-    if rank == 0 and recipe.checkpoint.resume != "latest":
+    if rank == 0 and recipe.checkpoint.resume != "latest" and not branch:
         write_text(path.parent / "latest", path.name)
         for later in checkpoint_files.checkpoints(path.parent):
             if checkpoint_files.step_of(later) > progress.step:

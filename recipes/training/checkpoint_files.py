@@ -13,6 +13,8 @@ import dataclasses
 import json
 import os
 import re
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -158,6 +160,63 @@ def publish(directory: Path, step: int, manifest: dict) -> Path:
     return final
 
 
+def remote_directory(recipe) -> str:
+    """Where a run's checkpoints are uploaded to."""
+    return f"{recipe.checkpoint.upload.rstrip('/')}/{recipe.name}"
+
+
+def remote_steps(url: str) -> list[int]:
+    """Steps of the whole checkpoints in a remote directory, newest first. Raises InputError when it can't be listed."""
+    try:
+        system, root = open_remote(url)
+        found = {path.rsplit("/", 2)[-2] for path in system.glob(f"{root}/global_step*/{MANIFEST}")}
+    except Exception as error:  # whatever the storage's client raises
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise InputError(f"checkpoint.upload: {url} can't be listed: {why}") from None
+    return sorted((int(TAG.fullmatch(name).group(1)) for name in found if TAG.fullmatch(name)), reverse=True)
+
+
+def open_remote(url: str):
+    """(fsspec's file system, the path in it) of a URL."""
+    import fsspec
+
+    return fsspec.core.url_to_fs(url, use_listings_cache=False)
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a checkpoint's files, by its manifest."""
+    return sum(entry["bytes"] for entry in read_manifest(path)["files"].values())
+
+
+def retire(newest: Path, keep_last: int, keep_every: int | None, needed: Iterable[Path] = ()) -> list[Path]:
+    """Delete checkpoints older than `newest`, which is published, but for those to be kept; returns the deleted ones.
+
+    One that holds a file which is not in its manifest, or has no manifest, is left alone.
+
+    Args:
+        keep_last: number to be kept, `newest` among them.
+        keep_every: those of every n-th step are kept besides.
+        needed: kept besides.
+    """
+    older = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
+    retired = []
+    for path in older[: max(len(older) - (keep_last - 1), 0)]:
+        if path in needed or keep_every and step_of(path) % keep_every == 0:
+            continue
+        try:
+            ours = set(read_manifest(path)["files"])
+        except InputError:
+            continue
+        if set(files_of(path)) <= ours:
+            doomed = path.with_name(
+                incomplete_tag(step_of(path))
+            )  # killed from here on, the next start removes the rest
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
+            retired.append(path)
+    return retired
+
+
 def set_aside(path: Path) -> Path | None:
     """Rename a file or directory out of the way, losing nothing; returns the new name, None when nothing was there."""
     if not path.exists():
@@ -172,19 +231,32 @@ def set_aside(path: Path) -> Path | None:
 def compatibility(recipe) -> dict:
     """What must be the same for a checkpoint to continue in a run: kept in the manifest."""
     model = dataclasses.asdict(recipe.model)
-    model.pop("init")
+    for key in ("init", "init_from"):  # where the weights began has no say in how they go on
+        model.pop(key)
     return {"model": model, "global_batch_size": recipe.global_batch_size}
 
 
-def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
-    """Raises InputError when the checkpoint is of another model, batch, precision or layout than the run to be."""
-    manifest = read_manifest(path)
-    now = compatibility(recipe)
-    was_model, now_model = manifest["model"], now["model"]
+def parent_checkpoint(reference: str) -> Path:
+    """The checkpoint that RUN@STEP names. Raises InputError when it is not there or not whole."""
+    run, _, step = reference.rpartition("@")
+    if not run or not (step.isascii() and step.isdecimal()):
+        raise InputError(f"{reference!r} is not RUN@STEP: a run directory and the step of one of its checkpoints")
+    return find(Path(run) / "checkpoints", step).chosen
+
+
+def check_same_model(path: Path, recipe) -> None:
+    """Raises InputError when the checkpoint is of another model than the recipe's."""
+    was_model, now_model = read_manifest(path)["model"], compatibility(recipe)["model"]
     changed = [key for key in {**was_model, **now_model} if was_model.get(key) != now_model.get(key)]
     if changed:
         pairs = ", ".join(f"{key} {was_model.get(key)} (now {now_model.get(key)})" for key in changed)
         raise InputError(f"{path} is of another model: {pairs}; use another name=... for this run")
+
+
+def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
+    """Raises InputError when the checkpoint is of another model, batch, precision or layout than the run to be."""
+    check_same_model(path, recipe)
+    manifest = read_manifest(path)
     if manifest["global_batch_size"] != recipe.global_batch_size:
         raise InputError(
             f"{path} was trained with global_batch_size {manifest['global_batch_size']}, now {recipe.global_batch_size}: the "
@@ -212,7 +284,8 @@ def layout(ds_config: dict, sizes) -> dict:
 
 def same_layout(before: dict, now: dict) -> bool:
     """Whether DeepSpeed can load files of `before` in `now` as they are."""
-    return all(before.get(key) == now[key] for key in now if key not in ("micro_batch", "accumulation"))
+    batch = ("micro_batch", "accumulation", "global_batch")
+    return all(before.get(key) == now[key] for key in now if key not in batch)
 
 
 def check_convertible(path: Path, ds_config: dict) -> None:

@@ -63,13 +63,16 @@ def failure_file(logs: Path, rank: int) -> Path:
 
 def failures(logs: Path) -> list[dict]:
     """What ranks reported in `logs`, earliest first; reports of earlier starts can be among them."""
-    found = []
-    for file in logs.glob("failed_rank_*.json"):
-        try:
-            found.append(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError):
-            continue
+    found = [report for file in logs.glob("failed_rank_*.json") if (report := read_report(file)) is not None]
     return sorted(found, key=lambda failure: failure["time"])
+
+
+def read_report(file: Path) -> dict | None:
+    """What a rank wrote, None while there is nothing whole."""
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
 
 
 def describe(failure: dict) -> str:

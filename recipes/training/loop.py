@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from data_prep.errors import InputError
 from data_prep.loader import StepLoader
 from monitoring.metrics import MetricsWriter, StepClock, step_line
 from recipes import models
-from recipes.training import checkpoint_files, distributed, faults, run_directory
+from recipes.training import checkpoint_files, distributed, faults, guards, parents, probe, run_directory
 from recipes.training.prepare import Prepared, prepare, training_stream, validation_stream
 from recipes.training.settings import recipe_parser
 
@@ -73,10 +73,18 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     logger.info("%s: %s", recipe.run_directory, sizes)
 
     # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
-    from recipes.training import checkpoint
+    from recipes.training import checkpoint, upload
 
     way = method()
+    if (warning := probe.check_checkpoint_directory(recipe, prepared.ds_config, place.rank)) is not None:
+        logger.warning(warning)
+    upload.fetch(recipe, prepared.ds_config, sizes)
     resume_from = checkpoint.choose(recipe, sizes)
+    branch_from = None
+    if resume_from is None and recipe.checkpoint.branch_from is not None:
+        branch_from = parents.verified(recipe.checkpoint.branch_from, sizes, place.rank)
+    elif resume_from is None and recipe.checkpoint.start_from is not None:
+        prepared = parents.with_parent_weights(prepared, place.rank)
     order_samples = checkpoint_files.order_samples(recipe, resume_from)
     stream = training_stream(recipe, order_samples)
     held_out = validation_stream(recipe)
@@ -84,12 +92,14 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     if place.local_rank == 0:
         stream.prefetch()
     fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
-    engine = way.build_engine(prepared)
+    loaded_from = resume_from or branch_from
+    engine = way.build_engine(prepared if loaded_from is None else without_source(prepared))
     checkpoint.seed_ranks(recipe.seed, 0, place.rank)
     progress = checkpoint.Progress()
-    if resume_from is not None:
-        progress = checkpoint.resume(engine, recipe, sizes, resume_from, fingerprint)
-        logger.info("resumed from %s; the next step is %d", resume_from, progress.step + 1)
+    if loaded_from is not None:
+        branch = branch_from is not None
+        progress = checkpoint.resume(engine, recipe, sizes, loaded_from, fingerprint, branch)
+        logger.info("resumed from %s; the next step is %d", loaded_from, progress.step + 1)
     total, metrics = recipe.total_steps, None
     if place.rank == 0:
         attempt = run_directory.record_start(prepared, device)
@@ -108,20 +118,54 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     def due(every: int | None) -> bool:
         return progress.step == total or every is not None and progress.step % every == 0
 
+    def read_from_here() -> StepLoader:
+        return StepLoader(stream, sizes, data_rank, progress.consumed_samples, recipe.data.prefetch_steps)
+
+    def roll_back(why: str) -> None:
+        """To the newest checkpoint, and on from there without the samples of this step."""
+        nonlocal progress
+        saver.finish()
+        latest = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="latest"))
+        path = checkpoint.choose(latest, sizes)
+        if path is None:
+            logger.warning("step %d: %s; there is no checkpoint to go back to", progress.step, why)
+            return
+        if len(progress.left_out) == recipe.guards.max_rollbacks:
+            raise FloatingPointError(f"step {progress.step}: {why}, after {recipe.guards.max_rollbacks} rollbacks")
+        spiked = [progress.consumed_samples - sizes.global_batch, progress.consumed_samples]
+        left_out = [*progress.left_out, spiked]
+        logger.warning(
+            "step %d: %s; going back to %s, without samples %d to %d", progress.step, why, path.name, *spiked
+        )
+        progress = checkpoint.resume(engine, latest, sizes, path, fingerprint)
+        progress.left_out = left_out
+        spikes.restore(progress.recent)
+
     if held_out is not None and progress.step == 0:
         validate()
-    loader = StepLoader(stream, sizes, data_rank, progress.consumed_samples, recipe.data.prefetch_steps)
+    loader = read_from_here()
     flops = models.family(recipe.model.family).flops_per_token(recipe.model, recipe.data.seq_length)
     clock = StepClock(flops, sizes.world, recipe.monitor.peak_tflops)
     skips = faults.SkipGuard(recipe.guards.max_skipped_in_a_row)
+    spikes = guards.SpikeDetector(recipe.guards)
+    spikes.restore(progress.recent)
+    replicas = guards.ReplicaCheck(engine) if recipe.guards.replica_check_every is not None else None
+    if replicas is not None:
+        replicas.check(progress.step)
+    # A pipeline's step knows its loss only after the update.
+    options = {"spikes": spikes.leaves_out} if recipe.guards.spike == "skip_step" else {}
+    watchdog = guards.Watchdog(recipe.guards.watchdog_s, watch, sizes.world)
     distributed.barrier()  # from here on a signal no longer ends a rank, it asks all of them to save and leave
     signals, stopped = faults.StopSignals(), False
 
     while progress.step < total and not stopped:
         clock.start()
+        if progress.pass_over():
+            loader.close()
+            loader = read_from_here()
         batch = loader.next()
-        result = way.train_step(engine, batch, sizes, lambda: [signals.stop_requested(), saver.busy()])
-        stopped, saving = result.flags
+        result = way.train_step(engine, batch, sizes, lambda: [signals.stop_requested(), *saver.flags()], **options)
+        stopped, *saving = result.flags
         progress.advance(sizes.global_batch, result.tokens, result.applied)
         sample_log.write(progress.step, batch)
         values = {**progress.counters(), **result.metrics(), "data_wait_s": loader.wait_s, **clock.stop(result.tokens)}
@@ -129,18 +173,36 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
         skips.check(progress.step, result.applied)
-        saver.advance(saving)
+        saver.advance(*saving)
+        if replicas is not None and progress.step % recipe.guards.replica_check_every == 0:
+            replicas.check(progress.step)
+        spiked = spikes.see(progress.step, result)
+        progress.recent = spikes.state()
+        if spiked is not None and recipe.guards.spike == "rollback" and not stopped:
+            loader.close()
+            roll_back(spiked)
+            loader = read_from_here()
+            watchdog.beat(progress.step)
+            continue
         if stopped:  # before anything else: the time until the kill may be short
             saver.save(progress)
             saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
-        if not stopped and due(recipe.checkpoint.every_steps):
+        if not stopped and saver.due(progress.step):
             saver.save(progress)
+        watchdog.beat(progress.step)
 
-    saver.finish()
+    watchdog.close()
+    saver.close()
     loader.close()
     if place.rank == 0:
         metrics.close()
         run_directory.record_end(recipe, progress.step, signals.received)
     distributed.stop_process_group()
+
+
+def without_source(prepared: Prepared) -> Prepared:
+    """With weights drawn, not loaded from model.init_from: a resumed run needs neither, and the source may be gone."""
+    model = replace(prepared.recipe.model, init_from=None)
+    return replace(prepared, recipe=replace(prepared.recipe, model=model))

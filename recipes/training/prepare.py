@@ -53,7 +53,9 @@ def prepare(
 
 
 def _prepare(arguments, world_size, accelerator, files, content, script) -> Prepared:
-    recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config, arguments.resume)
+    recipe, overrides = load_recipe(
+        arguments.recipe, [*arguments.overrides, *_references(arguments)], arguments.deepspeed_config, arguments.resume
+    )
     if script is not None and Path(script).stem != Path(recipe.entry_script).stem:
         state = (
             "has no pipeline.stages"
@@ -70,6 +72,10 @@ def _prepare(arguments, world_size, accelerator, files, content, script) -> Prep
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size, **parallel)
     if not files:
         return Prepared(recipe, config, sizes)
+    if recipe.model.init_from is not None:
+        from recipes.models.hf_weights import SourceWeights
+
+        SourceWeights.open(recipe.model, recipe.data.seq_length)  # its config and list of weights; no tensor is read
     # As "epoch": sizes are the same, and Megatron's order for a whole run is too slow to build twice.
     stream = training_stream(recipe, order="epoch")
     held_out = validation_stream(recipe)
@@ -161,12 +167,35 @@ def _pairs(files: list[dict]) -> tuple[tuple[str, float], ...]:
     return tuple((entry["path"], entry["weight"]) for entry in files)
 
 
+def _references(arguments) -> list[str]:
+    given = ((key, getattr(arguments, key)) for key in ("start_from", "branch_from"))
+    return [f"checkpoint.{key}={value}" for key, value in given if value is not None]
+
+
+def check_parent(recipe: Recipe, config: dict, sizes: Sizes | None) -> None:
+    """The checkpoint that a run without one of its own begins from is whole and of this model."""
+    if recipe.checkpoint.branch_from is not None:
+        path = checkpoint_files.parent_checkpoint(recipe.checkpoint.branch_from)
+        checkpoint_files.check_compatible(path, recipe, config, sizes)
+    elif recipe.checkpoint.start_from is not None:
+        checkpoint_files.check_same_model(checkpoint_files.parent_checkpoint(recipe.checkpoint.start_from), recipe)
+
+
 def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, stream: SampleStream | None) -> None:
     """Checkpoints in the run directory are of this model, batch, layout and data, and one is whole."""
     if recipe.checkpoint.resume == "none":
+        if recipe.checkpoint.upload is not None and stream is not None:
+            url = checkpoint_files.remote_directory(recipe)
+            if steps := checkpoint_files.remote_steps(url):
+                raise InputError(
+                    f"{url} holds checkpoints of an earlier run, up to step {steps[0]}: use another name=... or "
+                    "checkpoint.upload, or move them away"
+                )
+        check_parent(recipe, config, sizes)
         return
     found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
     if found.chosen is None:
+        check_parent(recipe, config, sizes)
         return
     checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
     num_samples = checkpoint_files.order_samples(recipe, found.chosen)

@@ -90,7 +90,13 @@ class ScheduleSettings:
 @dataclass
 class CheckpointSettings:
     every_steps: int | None = None  # optimizer steps; null: only at the end and on a signal
+    every_minutes: float | None = None  # and when this much time has passed since the last one
+    keep_last: int | None = None  # older ones are deleted once the next is published; null: all are kept
+    keep_every: int | None = None  # those of every n-th step are kept for ever
+    upload: str | None = None  # URL (s3://, gs://, ...) that published ones are copied to; nothing is deleted there
     resume: str = "latest"  # latest | none | a step number
+    start_from: str | None = None  # RUN@STEP: begin with the weights of another run, everything else fresh
+    branch_from: str | None = None  # RUN@STEP: go on from another run's checkpoint, under this schedule and data
     asynchronous: bool = True  # training waits for a copy in host memory only, while a thread writes it
     host_memory_gib: float | None = None  # most that a rank's copy may take; null: its part of half of what is free
 
@@ -106,6 +112,14 @@ class MonitorSettings:
 @dataclass
 class GuardSettings:
     max_skipped_in_a_row: int = 10  # optimizer steps without an update (non-finite gradients) before the run gives up
+    watchdog_s: float | None = (
+        1500  # seconds without the end of a step before the run ends, with all stacks; null: never
+    )
+    replica_check_every: int | None = None  # optimizer steps between comparisons of data-parallel ranks' parameters
+    spike: str | None = None  # warn | skip_step | rollback when loss or gradient norm jumps; null: no detector
+    spike_window: int = 100  # optimizer steps that a value is compared with
+    spike_threshold: float = 10.0  # robust standard deviations above their median
+    max_rollbacks: int = 10  # before the run gives up
 
 
 @dataclass
@@ -154,6 +168,8 @@ def recipe_parser(description: str, **options) -> OneLineParser:
     parser = OneLineParser(description=description, **options)
     parser.add_argument("--deepspeed_config", help="ds_config JSON, in place of the recipe's")
     parser.add_argument("--resume", help="latest | none | STEP; short for checkpoint.resume=...")
+    parser.add_argument("--start_from", metavar="RUN@STEP", help="short for checkpoint.start_from=...")
+    parser.add_argument("--branch_from", metavar="RUN@STEP", help="short for checkpoint.branch_from=...")
     parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="schedule.steps=50; ds.zero_optimization.stage=2 for the JSON"
     )
@@ -323,9 +339,17 @@ def check_recipe(recipe: Recipe, where) -> None:
         ("validation.every_steps", recipe.validation.every_steps),
         ("validation.samples", recipe.validation.samples),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
+        ("checkpoint.every_minutes", recipe.checkpoint.every_minutes),
+        ("checkpoint.keep_last", recipe.checkpoint.keep_last),
+        ("checkpoint.keep_every", recipe.checkpoint.keep_every),
         ("checkpoint.host_memory_gib", recipe.checkpoint.host_memory_gib),
         ("monitor.log_every_steps", recipe.monitor.log_every_steps),
         ("guards.max_skipped_in_a_row", recipe.guards.max_skipped_in_a_row),
+        ("guards.watchdog_s", recipe.guards.watchdog_s),
+        ("guards.replica_check_every", recipe.guards.replica_check_every),
+        ("guards.spike_window", recipe.guards.spike_window),
+        ("guards.spike_threshold", recipe.guards.spike_threshold),
+        ("guards.max_rollbacks", recipe.guards.max_rollbacks),
     ):
         need(value is None or value > 0, key, f"{value} must be positive")
     if recipe.data.validation_files == SYNTHETIC:
@@ -335,6 +359,39 @@ def check_recipe(recipe: Recipe, where) -> None:
         resume in ("latest", "none") or (resume.isascii() and resume.isdecimal()),
         "checkpoint.resume",
         f"{resume!r} must be latest, none or a step number",
+    )
+    spike = recipe.guards.spike
+    need(
+        spike in (None, "warn", "skip_step", "rollback"),
+        "guards.spike",
+        f"{spike!r} must be warn, skip_step, rollback or null",
+    )
+    need(
+        spike != "skip_step" or recipe.pipeline.stages is None,
+        "guards.spike",
+        "skip_step needs a step whose loss is known before its update, which a pipeline's is not: use rollback",
+    )
+    need(
+        spike != "rollback" or recipe.data.order == "epoch",
+        "guards.spike",
+        "rollback needs data.order=epoch: Megatron's order has no samples in place of the skipped ones",
+    )
+    start, branch = recipe.checkpoint.start_from, recipe.checkpoint.branch_from
+    need(
+        start is None or branch is None, "checkpoint.start_from", "and checkpoint.branch_from are both given; keep one"
+    )
+    need(
+        start is None or recipe.model.init_from is None,
+        "checkpoint.start_from",
+        "and model.init_from both say where the weights come from; keep one",
+    )
+    upload = recipe.checkpoint.upload
+    need(upload is None or is_url(upload), "checkpoint.upload", f"{upload!r} must be a URL, such as s3://bucket/runs")
+    keep_every, every = recipe.checkpoint.keep_every, recipe.checkpoint.every_steps
+    need(
+        keep_every is None or every is not None and keep_every % every == 0,
+        "checkpoint.keep_every",
+        f"{keep_every} must be a multiple of checkpoint.every_steps {every}: other steps are not saved",
     )
     models.family(recipe.model.family).check(recipe.model, recipe.data.seq_length, need)
 
@@ -431,6 +488,12 @@ def resolve_paths(values: dict, base: Path) -> None:
     for key in ("output_dir", "deepspeed_config"):
         if key in values:
             values[key] = absolute(values[key])
+    saving = values.get("checkpoint")
+    if isinstance(saving, dict):
+        for key in ("start_from", "branch_from"):
+            if isinstance(reference := saving.get(key), str):
+                run, _, step = reference.rpartition("@")
+                saving[key] = f"{absolute(run)}@{step}"
     model = values.get("model")
     if isinstance(model, dict) and isinstance(source := model.get("init_from"), str):
         directory = Path(absolute(source))

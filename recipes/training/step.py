@@ -61,7 +61,13 @@ def forward(engine, batch: StepBatch, micro: int, sizes) -> dict[str, torch.Tens
     return engine(**{name: torch.from_numpy(array).to(engine.device) for name, array in arguments.items()})
 
 
-def train_step(engine, batch: StepBatch, sizes, flags: Callable[[], list[bool]] = list) -> StepResult:
+def train_step(
+    engine,
+    batch: StepBatch,
+    sizes,
+    flags: Callable[[], list[bool]] = list,
+    spikes: Callable[[float], bool] | None = None,
+) -> StepResult:
     """Forward, backward and update over one global batch.
 
     The gradient is that of (sum of token losses) / (tokens), both over the whole global batch. DeepSpeed averages over
@@ -71,6 +77,7 @@ def train_step(engine, batch: StepBatch, sizes, flags: Callable[[], list[bool]] 
     Args:
         batch: this rank's part.
         flags: asked in the step for this rank's signals to all, such as that it has been told to stop.
+        spikes: given the step's loss before the last backward: whether to leave the update out.
     """
     tokens = torch.tensor(batch.tokens, dtype=torch.int64, device=engine.device)
     dist.all_reduce(tokens)  # of all ranks, needed before the first backward; stays on the device
@@ -82,9 +89,14 @@ def train_step(engine, batch: StepBatch, sizes, flags: Callable[[], list[bool]] 
     expert_use = None
     for micro in range(sizes.accumulation):
         sums = forward(engine, batch, micro, sizes)
+        loss_sum += sums["cross_entropy"]
+        if spikes is not None and micro == sizes.accumulation - 1:
+            total = loss_sum.clone()
+            dist.all_reduce(total)
+            if spikes(float(total) / sizes.tensor / max(int(tokens), 1)):
+                factor = factor * float("nan")  # DeepSpeed leaves an update with such gradients out, on all ranks
         engine.backward(sums["trained"] * factor)
         engine.step()
-        loss_sum += sums["cross_entropy"]
         if "expert_use" in sums:
             expert_use = sums["expert_use"] if expert_use is None else expert_use + sums["expert_use"]
     # The flags travel with the loss, so that all ranks act on them at the same step.

@@ -1,7 +1,7 @@
 """A checkpoint that knows no layout, in DeepSpeed's universal format: written by recipes.convert, loaded here by any layout.
 
     DIRECTORY/zero/NAME/{fp32,exp_avg,exp_avg_sq}.pt    NAME and shape: those of the transformers model
-    DIRECTORY/manifest.json                             of the checkpoint that it was made from, without its files
+    DIRECTORY/manifest.json                             of the checkpoint that it was made from, and its progress
 
 DeepSpeed's own loader looks for the names of the loading layout, and knows neither stage 0 nor a pipeline's tensor ranks.
 Here each rank copies its part of each tensor to where its optimizer keeps it, whatever the layout.
@@ -24,10 +24,12 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.pipe import PipelineModule
 from deepspeed.utils import groups
 
+from data_prep.files import read_json
 from recipes.convert import convert
 from recipes.models.build import full_shape, persistent_buffers
 from recipes.models.pipeline import pipeline_layers, pipeline_parameter_names
 from recipes.training import distributed
+from recipes.training.checkpoint_files import MANIFEST
 
 WEIGHT, MOMENTS = "fp32", ("exp_avg", "exp_avg_sq")
 GATE, UP, DOWN = ".mlp.experts.w1", ".mlp.experts.w3", ".mlp.experts.w2"  # AutoEP's [experts, ...] of a layer
@@ -108,13 +110,16 @@ def optimizer_steps(engine) -> int:
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 
 
-def convert_and_load(engine, recipe, sizes, checkpoint: Path, manifest: dict) -> None:
-    """Load a checkpoint of any layout. Rank 0 converts it in a process of its own: others wait longer than a collective may."""
-    converted = checkpoint.with_name(".converted")
+def convert_and_load(engine, recipe, sizes, checkpoint: Path) -> dict:
+    """Load a checkpoint of any layout; returns its progress.
+
+    Rank 0 converts it in a process of its own: the others wait longer than a collective may take.
+    """
+    converted = recipe.run_directory / "checkpoints" / ".converted"
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         work = None
         if dist.get_rank() == 0:
-            for left in checkpoint.parent.glob(f"*{converted.name}*"):  # by a run that ended in it
+            for left in converted.parent.glob(f"*{converted.name}*"):  # by a run that ended in it
                 shutil.rmtree(left)
             work = pool.submit(convert, recipe, checkpoint, converted, max(1, (os.cpu_count() or 1) // 2))
         while not distributed.broadcast(work is not None and work.done()):
@@ -122,15 +127,18 @@ def convert_and_load(engine, recipe, sizes, checkpoint: Path, manifest: dict) ->
         fault = distributed.broadcast(work and work.exception())
     if fault is not None:
         raise fault
+    manifest = read_json(converted / MANIFEST)
     load(engine, recipe, sizes, converted, manifest["optimizer_steps"])
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(converted)
-    engine.global_steps, engine.global_samples = manifest["step"], manifest["consumed_samples"]
-    engine.skipped_steps = manifest["skipped_steps"]
-    engine.lr_scheduler.last_epoch = manifest["applied_updates"]
+    progress = manifest["progress"]
+    engine.global_steps, engine.global_samples = progress["step"], progress["consumed_samples"]
+    engine.skipped_steps = progress["skipped_steps"]
+    engine.lr_scheduler.last_epoch = progress["applied_updates"]
     if manifest["loss_scale"] is not None:
         engine.optimizer.loss_scale = manifest["loss_scale"]
+    return progress
 
 
 @torch.no_grad()

@@ -1,8 +1,10 @@
 """Put on PYTHONPATH by tests: makes one rank of a real run fail, or slow down, at a step.
 
-FAULT_RANK, FAULT_STEP and FAULT_KIND ("raise" or "kill") say where and how; SLOW_STEP_S delays every step.
+FAULT_RANK, FAULT_STEP (from 1, of this start) and FAULT_KIND (a key of FAULTS) say where and how; SLOW_STEP_S delays
+every step, SLOW_WRITE_S every file of a checkpoint.
 """
 
+import errno
 import importlib.abc
 import importlib.util
 import os
@@ -35,14 +37,77 @@ def patch(module) -> None:
     def patched(*arguments, **options):
         nonlocal steps
         steps += 1
+        if steps == 1 and "SLOW_WRITE_S" in os.environ:
+            patch_writer(lambda: time.sleep(float(os.environ["SLOW_WRITE_S"])))
         time.sleep(float(os.environ.get("SLOW_STEP_S", 0)))
         if os.environ["RANK"] == os.environ.get("FAULT_RANK") and steps == int(os.environ["FAULT_STEP"]):
-            if os.environ["FAULT_KIND"] == "kill":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise RuntimeError("injected fault")
+            FAULTS[os.environ["FAULT_KIND"]](arguments[0])
         return train_step(*arguments, **options)
 
     module.train_step = patched
+
+
+def patch_writer(first) -> None:
+    """Call `first` before a file of a checkpoint is written."""
+    from recipes.training import async_checkpoint
+
+    write_state = async_checkpoint.write_state
+
+    def patched(path, state):
+        first()
+        return write_state(path, state)
+
+    async_checkpoint.write_state = patched
+
+
+def fail(_engine) -> None:
+    raise RuntimeError("injected fault")
+
+
+def kill(_engine=None) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(_engine) -> None:
+    time.sleep(1000)
+
+
+def nan(engine) -> None:
+    next(engine.module.parameters()).data.flatten()[-1] = float("nan")
+
+
+def flip(engine) -> None:
+    """One bit of one weight; stays on this rank at ZeRO stage 0."""
+    import torch
+
+    next(engine.module.parameters()).data.view(torch.int32)[0, 0] ^= 1 << 20  # lower ones can be rounded away
+
+
+def spike(_engine) -> None:
+    """A loss 50 times as large, once."""
+    from recipes.training import step
+
+    forward = step.forward
+
+    def large(*arguments):
+        step.forward = forward
+        return {name: value * 50 for name, value in forward(*arguments).items()}
+
+    step.forward = large
+
+
+def disk_full(_engine) -> None:
+    def refuse():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    patch_writer(refuse)
+
+
+def kill_writing(_engine) -> None:
+    patch_writer(kill)
+
+
+FAULTS = {f.__name__: f for f in (kill, hang, nan, flip, spike, disk_full, kill_writing)} | {"raise": fail}
 
 
 if "RANK" in os.environ:

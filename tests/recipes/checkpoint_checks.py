@@ -92,7 +92,7 @@ def check(name: str, build, train) -> dict:
     before = state_of(engine)
     with mock.patch.object(async_checkpoint, "write_state", late):
         saver.save(progress)
-        result = {"busy": saver.busy(), "unpublished": not checkpoint_files.checkpoints(saver.directory)}
+        result = {"busy": saver.flags()[0], "unpublished": not checkpoint_files.checkpoints(saver.directory)}
         train(engine, progress.step)
         result["moved_on"] = not same(before, state_of(engine))
         dist.barrier()
@@ -107,6 +107,26 @@ def check(name: str, build, train) -> dict:
     return result
 
 
+def by_the_clock(build) -> dict:
+    """What a saver says before and after a checkpoint, with every_minutes passed and not."""
+    options = ["name=clock", "checkpoint.every_steps=null", "checkpoint.every_minutes="]
+    recipe, _ = load_recipe(FOLDER / "tiny.yaml", [*options[:2], options[2] + "1e-9"])
+    patient, _ = load_recipe(FOLDER / "tiny.yaml", [*options[:2], options[2] + "60"])
+    engine = build()
+    saver, result = checkpoint.Saver(engine, recipe, SIZES, {}, 0), {"not due": []}
+    result["flags"] = saver.flags()
+    result["not due"].append(saver.due(1))
+    saver.advance(False, True, False)
+    result["due"] = saver.due(1)
+    saver.save(checkpoint.Progress(step=1))
+    result["while writing"] = saver.flags()[1]
+    result["not due"].append(saver.due(1))
+    saver.finish()
+    result["patient"] = checkpoint.Saver(engine, patient, SIZES, {}, 0).flags()
+    engine.destroy()
+    return result
+
+
 def main() -> None:
     distributed.start_process_group(distributed.find_place())
     cases = {f"stage {n}": language_model("llama", {"zero_optimization": {"stage": n}}) for n in range(4)}
@@ -116,7 +136,8 @@ def main() -> None:
         config = {"zero_optimization": {"stage": stage}, "expert_parallel": experts}
         cases[f"experts {stage}"] = language_model("qwen3_moe", config)
     cases |= {f"pipeline {stage}": pipeline(stage) for stage in (0, 1)}
-    results = {name: distributed.gather(check(name, *case)) for name, case in cases.items()}
+    results = {"clock": distributed.gather(by_the_clock(cases["stage 1"][0]))}
+    results |= {name: distributed.gather(check(name, *case)) for name, case in cases.items()}
     if dist.get_rank() == 0:
         (FOLDER / "results.json").write_text(json.dumps(results))
     distributed.stop_process_group()

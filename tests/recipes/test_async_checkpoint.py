@@ -139,3 +139,10 @@ def test_every_engine_trains_on_and_loads_what_was_at_the_save(results, engine):
     """Two ranks; the writers are held until training has done another step."""
     for rank in results[engine]:
         assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "step": 2}, engine
+
+
+@pytest.mark.slow
+def test_rank_0_s_clock_decides_for_all(results):
+    for rank, told in enumerate(results["clock"]):
+        assert told["flags"] == [False, rank == 0, False] and told["patient"] == [False] * 3
+        assert told["due"] is True and told["not due"] == [False, False] and told["while writing"] is False

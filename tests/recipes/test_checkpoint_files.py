@@ -114,3 +114,43 @@ def test_manifest_of_another_format(directory):
     manifest = directory / "global_step4" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 99}))
     assert re.search("format 99", files.incomplete_because(directory / "global_step4"))
+
+
+def add(directory, step):
+    path = directory / files.incomplete_tag(step)
+    path.mkdir()
+    (path / "model.pt").write_bytes(b"m")
+    return files.publish(directory, step, {"files": {"model.pt": files.entry_of(path / "model.pt")}})
+
+
+def steps_in(directory):
+    return [files.step_of(path) for path in files.checkpoints(directory)]
+
+
+def test_old_checkpoints_are_deleted_by_step_number(directory):
+    newest = [add(directory, step) for step in (6, 8, 10, 12)][-1]
+    assert files.retire(newest, 2, 4) == [directory / "global_step2", directory / "global_step6"]
+    assert steps_in(directory) == [4, 8, 10, 12]  # the last two, and every fourth step
+    assert files.retire(newest, 1, None, needed=[directory / "global_step8"]) == [
+        directory / "global_step4",
+        directory / "global_step10",
+    ]
+    assert steps_in(directory) == [8, 12]
+    assert files.retire(newest, 5, None) == [] and files.unfinished(directory) == []
+
+
+def test_what_is_not_ours_is_never_deleted(directory):
+    (directory / "global_step2" / "notes.txt").write_text("mine")
+    (directory / "global_step4" / "manifest.json").unlink()
+    (directory / "global_step1000").mkdir()  # later than the newest: of an abandoned branch, or somebody's
+    for name in ("global_step3.replaced_1", "global_step", "other"):
+        (directory / name).mkdir()
+    before = sorted(path.name for path in directory.iterdir())
+    assert files.retire(add(directory, 6), 1, None) == []
+    assert sorted(path.name for path in directory.iterdir()) == sorted([*before, "global_step6"])
+
+
+def test_unfinished_ones_are_known_by_name(directory):
+    for name in (".incomplete_global_step6", ".incomplete_notes", "incomplete_global_step7"):
+        (directory / name).mkdir()
+    assert [path.name for path in files.unfinished(directory)] == [".incomplete_global_step6"]

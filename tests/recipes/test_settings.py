@@ -54,6 +54,10 @@ def test_unknown_key_names_file_line_and_nearest_key(tiny, section, key, line_of
         ("schedule.steps=many", "override schedule.steps=many: schedule.steps: Value 'many'"),
         ("schedule", "override 'schedule' is not KEY=VALUE"),
         ("schedule.decay=cosin", "schedule.decay 'cosin' must be one of"),
+        ("guards.spike=skip", "guards.spike 'skip' must be warn, skip_step, rollback or null"),
+        ("checkpoint.keep_every=4", "checkpoint.keep_every 4 must be a multiple of checkpoint.every_steps 3"),
+        ("checkpoint.upload=/mnt/copies", "checkpoint.upload '/mnt/copies' must be a URL"),
+        ("checkpoint.every_minutes=0", "checkpoint.every_minutes 0.0 must be positive"),
         ("schedule.warmup_steps=9", "schedule.warmup_steps is 9 steps, the whole run 8"),
         ("model.hidden_size=34", "model.hidden_size 34 is not divisible by num_attention_heads 4"),
         (
@@ -112,6 +116,29 @@ def test_numbers_on_the_command_line(tiny):
         "x",
         "2024-01-01",
     ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["guards.spike=skip_step", "pipeline.stages=2"], "guards.spike skip_step needs a step whose loss is known"),
+        (["guards.spike=rollback", "data.order=megatron"], "guards.spike rollback needs data.order=epoch"),
+        (
+            ["checkpoint.start_from=a@1", "checkpoint.branch_from=a@1"],
+            "checkpoint.start_from and checkpoint.branch_from are both given",
+        ),
+        (["checkpoint.start_from=a@1", "model.init_from=b"], "both say where the weights come from"),
+    ],
+)
+def test_settings_that_exclude_each_other(tiny, overrides, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        load_recipe(tiny, overrides)
+
+
+def test_parents_are_relative_to_where_they_are_given(tiny, monkeypatch):
+    monkeypatch.chdir(tiny.parent)
+    recipe, _ = load_recipe(tiny, ["checkpoint.start_from=runs/other@4"])
+    assert recipe.checkpoint.start_from == f"{tiny.parent}/runs/other@4"
 
 
 @pytest.mark.parametrize("name", ["010", "on", "1_0", "2024-01-01", "a #b", "null"])

@@ -1,0 +1,195 @@
+"""Training steps on one GPU: tokens/s, model TFLOPs, MFU and peak memory of two shapes, options on and off.
+
+    python benchmarks/gpu_step.py [--wheels FOLDER] [--curve_s 0] [--output FILE.json]
+
+Shapes: 1.3B (24 layers of width 2048) and 8B's width (4096, as many layers as fit), bf16 with fp32 master weights, 4,096 tokens a sequence,
+ZeRO-1 on one rank. MFU = model FLOPs / seconds / peak, model FLOPs by recipes.models' flops_per_token (the PaLM paper's formula:
+attention at full length, recomputation not counted), the peak that of the dense bf16 matrix units in PEAK_TFLOPS. Each case runs in
+a process of its own: 3 steps of warm-up, then --steps timed ones.
+
+--wheels installs deepspeed and what it needs from a folder, offline, beside the torch that is there. --curve_s N then
+trains recipes/125m.yaml for N seconds and keeps its loss curve.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+# Dense bf16, by the vendors' data sheets.
+PEAK_TFLOPS = {"H200": 989.4, "H100": 989.4, "A100": 312.0, "B200": 2250.0, "MI300X": 1307.4, "4090": 165.2}
+SHAPES = {
+    "1.3B": {"hidden_size": 2048, "intermediate_size": 5504, "num_hidden_layers": 24, "num_attention_heads": 16,
+             "num_key_value_heads": 16, "vocab_size": 50304},
+    "8B width": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
+                 "num_key_value_heads": 8, "vocab_size": 128256},
+}  # fmt: skip
+BEST = ["compute.compile=true", "loss.chunk_tokens=4096", "ds.optimizer.params.fused=true"]
+# Shape, micro batch, options; the first is what the bar is for, each other leaves out or adds one thing.
+CASES = [
+    ("1.3B", 8, [*BEST]),
+    ("1.3B", 8, [*BEST, "compute.compile=false"]),
+    ("1.3B", 4, [*BEST, "loss.chunk_tokens=null"]),
+    ("1.3B", 8, [*BEST, "compute.attention=flash_attention_2"]),
+    ("1.3B", 8, [*BEST, "compute.activation_checkpoint_interval=1"]),
+    ("1.3B", 8, [*BEST, "data.document_mask=attention"]),
+    ("8B width", 4, [*BEST]),
+    ("8B width", 4, [*BEST, "compute.activation_checkpoint_interval=1"]),
+]
+
+
+def install(wheels: Path) -> None:
+    """Into a folder of their own: what the image has (torch, transformers) stays as it is."""
+    target = tempfile.mkdtemp()
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--find-links", str(wheels)]
+    subprocess.run([*command, "--no-deps", "--target", target, *sorted(map(str, wheels.glob("*.whl")))], check=True)
+    os.environ["PYTHONPATH"] = os.pathsep.join([target, os.environ.get("PYTHONPATH", "")])
+
+
+def recipe_of(shape: dict, micro_batch: int, folder: Path) -> Path:
+    import yaml
+
+    config = {
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "optimizer": {"type": "AdamW", "params": {"lr": 3e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+    }
+    (folder / "ds.json").write_text(json.dumps(config))
+    recipe = {
+        "name": "gpu_step",
+        "output_dir": str(folder),
+        "model": {"family": "llama", **shape},
+        "global_batch_size": micro_batch,
+        "data": {"files": "synthetic", "seq_length": 4096},
+        "schedule": {"steps": 100000, "decay": "constant"},
+        "deepspeed_config": str(folder / "ds.json"),
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    return folder / "recipe.yaml"
+
+
+def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> dict:
+    from recipes import models
+    from recipes.training import distributed
+    from recipes.training.prepare import prepare, training_stream
+
+    with tempfile.TemporaryDirectory() as name:
+        arguments = SimpleNamespace(
+            recipe=recipe_of(SHAPES[shape], micro_batch, Path(name)),
+            overrides=overrides,
+            deepspeed_config=None,
+            resume="none",
+        )
+        place = distributed.find_place()
+        prepared = prepare(arguments, 1, distributed.choose_accelerator())
+        distributed.start_process_group(place)
+        import torch
+
+        from data_prep.loader import StepLoader
+        from recipes.training.engine import build_engine
+        from recipes.training.step import train_step
+
+        recipe, sizes = prepared.recipe, prepared.sizes
+        engine = build_engine(prepared)
+        loader = StepLoader(training_stream(recipe), sizes, 0)
+        losses = []
+        for step in range(3 + steps):
+            if step == 3:
+                torch.accelerator.synchronize()
+                begin = time.perf_counter()
+            losses.append(train_step(engine, loader.next(), sizes).loss)
+        torch.accelerator.synchronize()
+        seconds = (time.perf_counter() - begin) / steps
+        loader.close()
+        family, device = models.family(recipe.model.family), torch.cuda.get_device_name()
+        tokens = recipe.tokens_per_step
+        tflops = family.flops_per_token(recipe.model, recipe.data.seq_length) * tokens / seconds / 1e12
+        peak = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
+        return {
+            "parameters": family.parameter_count(recipe.model),
+            "device": device,
+            "torch": torch.__version__,
+            "step_s": seconds,
+            "tokens_per_s": tokens / seconds,
+            "model_tflops": tflops,
+            "mfu": None if peak is None else tflops / peak,
+            "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            "loss": losses[-1],
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--wheels", type=Path)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--curve_s", type=int, default=0)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--case", type=int, help="run this one here, and print its JSON")
+    options = parser.parse_args()
+    if options.case is not None:
+        print(json.dumps(run_case(*CASES[options.case], options.steps)))
+        return
+    if options.wheels is not None:
+        install(options.wheels)
+    results = []
+    for number, (shape, micro_batch, overrides) in enumerate(CASES):
+        finished = subprocess.run(
+            [sys.executable, __file__, "--case", str(number), "--steps", str(options.steps)],
+            capture_output=True,
+            text=True,
+        )
+        what = f"{shape:<9} micro batch {micro_batch}  {' '.join(overrides)}"
+        if finished.returncode:
+            print(f"{what}\n    failed: {finished.stderr.strip().splitlines()[-1]}", flush=True)
+            continue
+        result = json.loads(finished.stdout.strip().splitlines()[-1])
+        results.append({"shape": shape, "micro_batch": micro_batch, "overrides": overrides, **result})
+        mfu = "" if result["mfu"] is None else f"  MFU {result['mfu']:.1%}"
+        print(
+            f"{what}\n    {result['parameters'] / 1e9:.2f}B parameters: {result['tokens_per_s']:,.0f} tokens/s  "
+            f"{result['model_tflops']:.0f} TFLOPs{mfu}  peak {result['peak_gib']:.1f} GiB",
+            flush=True,
+        )
+        if options.output:
+            options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
+    if options.curve_s:
+        train_curve(options.curve_s, options.output)
+
+
+def train_curve(seconds: int, output: Path | None) -> None:
+    """recipes/125m.yaml on the source text of Python's standard library for so many seconds; its losses beside `output`."""
+    folder = Path(tempfile.mkdtemp())
+    steps = [
+        ["-m", "data_prep.corpus", "stdlib", folder / "text.jsonl"],
+        ["-m", "data_prep.train_tokenizer", "--input", folder / "text.jsonl", "--vocab_size", "32768", "--output", folder / "t"],
+        ["-m", "data_prep.tokenize_files", "--input", folder / "text.jsonl", "--output_prefix", folder / "all", "--tokenizer", folder / "t"],
+    ]  # fmt: skip
+    for arguments in steps:
+        subprocess.run([sys.executable, *map(str, arguments)], check=True, cwd=REPOSITORY)
+    overrides = [
+        f"data.files={folder}/all_text_document", "data.validation_files=null", f"data.tokenizer={folder}/t",
+        f"output_dir={folder}", "name=curve",
+    ]  # fmt: skip
+    command = [sys.executable, "recipes/pretrain.py", "--recipe", "125m", *overrides]
+    process = subprocess.Popen(command, cwd=REPOSITORY)
+    time.sleep(seconds)
+    process.terminate()
+    process.wait()
+    if output is not None:
+        output.with_suffix(".curve.jsonl").write_text((folder / "curve" / "metrics.jsonl").read_text())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Runs that begin where another one was: `checkpoint.start_from` its weights alone, `checkpoint.branch_from` all of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from data_prep.errors import InputError
+from recipes.training import checkpoint_files, distributed
+from recipes.training.prepare import Prepared
+from recipes.training.settings import load_recipe
+
+
+def with_parent_weights(prepared: Prepared, rank: int) -> Prepared:
+    """The run with the parent's weights as model.init_from: exported once, so that any layout can take them."""
+    recipe = prepared.recipe
+    directory = recipe.run_directory / "start_from"
+    if rank == 0 and not directory.is_dir():
+        from recipes.export_hf import export
+
+        path = checkpoint_files.parent_checkpoint(recipe.checkpoint.start_from)
+        parent, _ = load_recipe(path.parents[1] / "recipe.yaml")
+        export(parent, path, directory, "fp32")
+    distributed.barrier()
+    model = replace(recipe.model, init_from=str(directory))
+    return replace(prepared, recipe=replace(recipe, model=model))
+
+
+def verified(reference: str, sizes, rank: int) -> Path:
+    """The checkpoint that RUN@STEP names, its checksums verified on all ranks together. Raises InputError."""
+    path = checkpoint_files.parent_checkpoint(reference)
+    names = list(checkpoint_files.read_manifest(path)["files"])[rank :: sizes.world]
+    faults = [fault for fault in distributed.gather(checkpoint_files.damaged_because(path, names)) if fault]
+    if faults:
+        raise InputError(f"{path}: {faults[0]}; take another step")
+    return path

@@ -1,0 +1,174 @@
+"""Real runs that meet faults while they save, and go on elsewhere from a copy on S3."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from benchmarks import kill_storm
+from recipes.training import checkpoint_files
+from tests.conftest import launch_run, make_tiny, metrics
+
+pytestmark = pytest.mark.slow
+FAULTS = Path(__file__).resolve().parents[1] / "faults"
+
+
+def losses(folder) -> dict[int, float]:
+    """{step: loss}; of a step that two starts took, both must agree."""
+    found = {}
+    for line in metrics(folder / "runs" / "tiny"):
+        if "loss" in line:
+            assert found.setdefault(line["step"], line["loss"]) == line["loss"], line["step"]
+    return found
+
+
+def fault(kind, rank=1, step=1) -> dict[str, str]:
+    """Environment of a run with a fault of tests/faults."""
+    return {"PYTHONPATH": str(FAULTS), "FAULT_RANK": str(rank), "FAULT_STEP": str(step), "FAULT_KIND": kind}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    assert launch_run(make_tiny(folder)).code == 0
+    return losses(folder)
+
+
+def test_faults_while_saving_lose_nothing(tmp_path, whole):
+    recipe = make_tiny(tmp_path)
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+
+    def latest():
+        assert [checkpoint_files.step_of(p) for p in checkpoint_files.checkpoints(checkpoints)] == [3]
+        return (checkpoints / "latest").read_text()
+
+    finished = launch_run(recipe, env=fault("nan", rank=0, step=6))
+    assert finished.code == 1 and "holds NaN or infinity: the checkpoint is not published" in finished.last_line
+    assert latest() == "global_step3"
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "runs" / "tiny" / "metrics.jsonl").write_text("".join(lines[:6]))  # without the poisoned steps
+
+    finished = launch_run(recipe, env=fault("disk_full"))
+    assert finished.code == 1 and finished.last_line.startswith("error: rank 1 on "), finished.output
+    assert "No space left on device" in finished.last_line and "the next step is 4" in finished.output
+    assert latest() == "global_step3" and (checkpoints / ".incomplete_global_step6").is_dir()
+
+    finished = launch_run(recipe, env=fault("kill_writing", rank=0))
+    assert finished.code == 1 and "the next step is 4" in finished.output
+    assert latest() == "global_step3"
+
+    finished = launch_run(recipe)
+    assert finished.code == 0 and "the next step is 4" in finished.output, finished.output
+    assert checkpoint_files.unfinished(checkpoints) == []
+    assert losses(tmp_path) == whole
+
+
+def test_output_below_a_file_is_told_before_a_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    finished = launch_run(make_tiny(tmp_path), f"output_dir={tmp_path}/file/runs")
+    assert finished.code == 2 and f"{tmp_path}/file/runs" in finished.last_line and "step 1/" not in finished.output
+
+
+def test_copies_on_s3_and_going_on_from_them(tmp_path, whole, s3):
+    bucket = "checkpoints"
+    s3.mkdir(bucket)
+    recipe = make_tiny(tmp_path / "here")
+    options = [f"checkpoint.upload=s3://{bucket}/runs", "checkpoint.keep_last=1", "checkpoint.keep_every=6"]
+    finished = launch_run(recipe, *options, "schedule.steps=7", "schedule.decay=constant")
+    assert finished.code == 0, finished.output
+    here = tmp_path / "here" / "runs" / "tiny" / "checkpoints"
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.checkpoints(here)] == [6, 7]
+    remote = {path.split("/")[-1] for path in s3.ls(f"{bucket}/runs/tiny")}
+    assert "global_step7" in remote and remote <= {"global_step3", "global_step6", "global_step7"}
+    names = {Path(path).name for path in s3.find(f"{bucket}/runs/tiny/global_step7")}
+    assert names == {*checkpoint_files.files_of(here / "global_step7"), "manifest.json"}
+
+    # Elsewhere, with the newest copy damaged: the one before it.
+    s3.pipe_file(f"{bucket}/runs/tiny/global_step7/mp_rank_00_model_states.pt", b"damaged")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    shutil.rmtree(tmp_path / "there" / "runs" / "tiny" / "checkpoints")
+    finished = launch_run(tmp_path / "there" / "tiny.yaml", *options, "schedule.steps=8", "schedule.decay=constant")
+    assert finished.code == 0, finished.output
+    assert "global_step7: the content of mp_rank_00_model_states.pt does not match" in finished.output
+    assert "resumed from" in finished.output and "global_step6; the next step is 7" in finished.output
+    assert sorted(losses(tmp_path / "there")) == list(range(1, 9))
+
+    finished = launch_run(recipe, *options, "--resume", "none")
+    assert finished.code == 2 and "holds checkpoints of an earlier run, up to step 8" in finished.last_line
+
+
+def test_a_step_that_never_ends_is_ended_with_all_stacks(tmp_path):
+    recipe = make_tiny(tmp_path)
+    finished = launch_run(
+        recipe, "guards.watchdog_s=8", "checkpoint.every_steps=null", env=fault("hang", rank=1, step=4)
+    )
+    assert finished.code == 1 and "no step ended for 8 s after step 3" in finished.last_line, finished.output
+    assert re.search(r"rank 1 on \S+ is suspected: it is in hang \(sitecustomize.py:\d+\)", finished.last_line)
+    assert "while rank 0 waits in all_reduce" in finished.last_line
+    for rank, function in ((0, "all_reduce"), (1, "hang")):
+        log = (tmp_path / "runs" / "tiny" / "logs" / f"rank_{rank}.log").read_text()
+        assert re.search(rf"File \".*\", line \d+ in {function}\n", log) and "data-loader" in log or "Thread 0x" in log
+
+
+def test_a_flipped_bit_ends_the_run_unsaved(tmp_path):
+    options = ["guards.replica_check_every=2", "ds.zero_optimization.stage=0", "checkpoint.every_steps=4"]
+    finished = launch_run(make_tiny(tmp_path), *options, env=fault("flip", rank=1, step=3))
+    assert finished.code == 1 and "replicas differ after step 4: rank 0 on " in finished.last_line, finished.output
+    assert checkpoint_files.checkpoints(tmp_path / "runs" / "tiny" / "checkpoints") == []
+
+
+def test_loss_spikes(tmp_path):
+    recipe = make_tiny(tmp_path)
+    run = tmp_path / "runs" / "tiny"
+    guard = ["guards.spike_window=3", "schedule.decay=constant"]
+    finished = launch_run(recipe, *guard, "guards.spike=rollback", env=fault("spike", rank=0, step=5))
+    assert finished.code == 0, finished.output
+    assert re.search(r"step 5: loss .* going back to global_step3, without samples 32 to 40", finished.output)
+    manifest = checkpoint_files.read_manifest(run / "checkpoints" / "global_step8")
+    assert manifest["left_out"] == [[32, 40]] and manifest["consumed_samples"] == 9 * 8
+    drawn = [json.loads(line) for line in (run / "logs" / "samples_rank_0.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in drawn] == [1, 2, 3, 4, 5, 4, 5, 6, 7, 8]
+    spiked = set(drawn[4]["samples"])
+    assert drawn[5] == drawn[3] and all(not spiked & set(line["samples"]) for line in drawn[5:])
+
+    # Started again, it goes on behind the samples drawn; another spike's update is left out.
+    finished = launch_run(
+        recipe, *guard, "guards.spike=skip_step", "schedule.steps=10", env=fault("spike", rank=1, step=2)
+    )
+    assert finished.code == 0 and re.search(r"step 10: loss .*; the update was left out", finished.output)
+    assert checkpoint_files.read_manifest(run / "checkpoints" / "global_step10")["consumed_samples"] == 11 * 8
+    lines = {line["step"]: line for line in metrics(run) if "loss" in line}
+    assert [lines[step]["applied_updates"] for step in (8, 9, 10)] == [8, 9, 9]
+
+
+def test_runs_that_begin_where_another_was(tmp_path, whole):
+    recipe = make_tiny(tmp_path)
+    assert launch_run(recipe, "schedule.steps=3", "schedule.decay=constant").code == 0
+    parent = f"{tmp_path}/runs/tiny@3"
+    later = ["data.validation_files=null", "checkpoint.every_steps=null"]
+    finished = launch_run(recipe, "name=branch", "--branch_from", parent, "schedule.steps=5", "seed=8", *later)
+    assert finished.code == 0 and "the next step is 4" in finished.output, finished.output
+    manifest = checkpoint_files.read_manifest(tmp_path / "runs" / "branch" / "checkpoints" / "global_step5")
+    assert manifest["parent"] == parent and manifest["applied_updates"] == 5 and manifest["consumed_samples"] == 40
+    finished = launch_run(
+        recipe, "name=start", "--start_from", parent, "schedule.steps=1", "schedule.warmup_steps=0", *later, ranks=1
+    )
+    assert finished.code == 0, finished.output
+    manifest = checkpoint_files.read_manifest(tmp_path / "runs" / "start" / "checkpoints" / "global_step1")
+    assert manifest["parent"] == parent and manifest["applied_updates"] == 1
+    first = {line["step"]: line["loss"] for line in metrics(tmp_path / "runs" / "start") if "loss" in line}[1]
+    assert first < whole[1] - 0.01  # three steps better than drawn weights
+    assert [p.name for p in checkpoint_files.checkpoints(tmp_path / "runs" / "tiny" / "checkpoints")] == [
+        "global_step3"
+    ]
+    finished = launch_run(recipe, "name=other", "--start_from", f"{tmp_path}/runs/tiny@5")
+    assert finished.code == 2 and "no checkpoint of step 5 in " in finished.last_line
+
+
+def test_a_storm_of_kills(tmp_path):
+    result = kill_storm.storm(tmp_path, kills=5, seed=3)
+    assert result["wrong"] == [] and result["starts"] >= 6, result
+    assert result["most_steps_lost_to_one_kill"] <= 2 * result["interval"]
