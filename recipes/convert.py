@@ -33,8 +33,7 @@ def convert(recipe, checkpoint: Path, output: Path, workers: int = 1) -> None:
     from recipes.training import universal
 
     manifest = checkpoint_files.read_manifest(checkpoint)
-    if manifest["model"] != checkpoint_files.compatibility(recipe)["model"]:
-        raise InputError(f"{checkpoint} does not hold this recipe's model; restore {recipe.run_directory}/recipe.yaml")
+    checkpoint_files.check_same_model(checkpoint, recipe)
     layers = None  # of a pipeline
     if manifest["layout"].get("pipeline_parts") is not None:
         layers = pipeline_layers(recipe.model, recipe.data.seq_length)

@@ -260,7 +260,7 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = 
         _restore_random_state(torch.load(path / f"random_state_rank_{rank}.pt", weights_only=True))
         _apply_hyperparameters(engine, wanted)
     else:
-        logger.info("%s is of another layout, %s: converting it", path, manifest["layout"])
+        logger.info("converting %s, which is of another layout: %s", path, manifest["layout"])
         checkpoint_files.check_convertible(path, engine.config)
         progress = Progress(**universal.convert_and_load(engine, recipe, sizes, path))
         seed_ranks(recipe.seed, progress.step, rank)
