@@ -115,10 +115,12 @@ def results(folder):
 def test_the_next_steps_equal_those_of_the_run_that_went_on(results, before, after):
     there, here = results[before], results[f"{before} to {after}"]
     assert "error" not in here, here["error"]
-    # In bf16 the layouts differ by themselves: stage 0 keeps gradients in bf16.
-    tolerance = 3e-3 if "bf16" in before else 1e-4
-    for ours, theirs in zip(here["steps"], there["steps"][2:], strict=True):
-        assert ours == pytest.approx(theirs, rel=tolerance)
+    # In bf16 the layouts differ by themselves, in what they round and when.
+    of_loss, of_norm = (5e-4, 1e-2) if "bf16" in before else (1e-4, 1e-4)
+    for (loss, norm, lr), (its_loss, its_norm, its_lr) in zip(here["steps"], there["steps"][2:], strict=True):
+        assert loss == pytest.approx(its_loss, rel=of_loss)
+        assert norm == pytest.approx(its_norm, rel=of_norm)
+        assert lr == pytest.approx(its_lr)
     assert here["progress"] == there["progress"]
 
 
