@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 from data_prep.errors import InputError, OneLineParser, quiet_libraries, run_command
@@ -21,31 +22,28 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 RECORD = "export.json"
 
 
-def full_weights(checkpoint: Path, zero_stage: int, model) -> dict:
+def full_weights(recipe: Recipe, checkpoint: Path, beside: Path) -> dict:
     """{name: tensor} of the whole model: the fp32 master weights where the training kept some, else the weights.
 
     Args:
-        model: of the same architecture; only its parameters' names and shapes are read.
+        beside: where a checkpoint that must be converted first may take twice its size for the time of it.
     """
-    import torch
+    from recipes.convert import convert
+    from recipes.training import universal
 
-    from recipes.models.build import parameter_groups
-
-    if zero_stage > 0:
+    layout = checkpoint_files.read_manifest(checkpoint)["layout"]
+    split = layout.get("pipeline_parts") is not None or max(layout["tensor"], layout["expert"]) > 1
+    if layout["zero_stage"] > 0 and not split:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         with contextlib.redirect_stdout(None):  # it narrates
             return get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.parent), tag=checkpoint.name)
-    state = torch.load(checkpoint / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)
-    weights, optimizer = state["module"], state["optimizer"] or {}
-    # bf16 and fp16 without ZeRO: master weights by optimizer group, a list of tensors, or one flat tensor (fused Adam).
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    masters = optimizer.get("fp32_groups") or optimizer.get("fp32_groups_flat") or []
-    for group, master in zip(parameter_groups(model, 0.0), masters, strict=bool(masters)):
-        flat = torch.cat([tensor.flatten() for tensor in master]) if isinstance(master, list) else master
-        for parameter, values in zip(group["params"], flat.split([p.numel() for p in group["params"]]), strict=True):
-            weights[names[id(parameter)]] = values.view(parameter.shape)
-    return weights
+    with tempfile.TemporaryDirectory(dir=beside) as folder:
+        converted = Path(folder) / "converted"
+        convert(recipe, checkpoint, converted)
+        # Their files may go: they stay mapped.
+        shapes = universal.whole_shapes(recipe)
+        return {name: universal.read(converted, name, universal.WEIGHT, shape) for name, shape in shapes.items()}
 
 
 def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = None) -> None:
@@ -80,7 +78,7 @@ def export(recipe: Recipe, checkpoint: Path, output: Path, dtype: str | None = N
         model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
     buffers = persistent_buffers(model)
     expected = {name: tensor.shape for name, tensor in [*model.named_parameters(), *buffers.items()]}
-    weights = full_weights(checkpoint, manifest["layout"]["zero_stage"], model)
+    weights = full_weights(recipe, checkpoint, make_directory(output.parent, "output directory"))
     missing = [name for name in expected if name not in weights]
     wrong = [name for name in expected if name in weights and weights[name].shape != expected[name]]
     if missing or wrong:

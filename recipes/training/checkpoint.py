@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from deepspeed.pipe import PipelineModule
 
 from data_prep.errors import InputError
 from data_prep.files import write_text
-from recipes.training import checkpoint_files, distributed
+from recipes.training import checkpoint_files, distributed, universal
 from recipes.training.async_checkpoint import SnapshotEngine, memory_limit
-from recipes.training.ds_config import precision, zero_stage
 from recipes.training.schedule import recipe_factor
 from recipes.training.upload import Uploader
 
@@ -104,7 +104,7 @@ class Saver:
         self._saved_at, self._time_is_up = time.monotonic(), False
         memory, rank = self.writer.host_memory, dist.get_rank()
         writing = self.directory / checkpoint_files.incomplete_tag(progress.step)
-        state = {"progress": asdict(progress), **self.data}
+        state = {"progress": asdict(progress), **self.data, "parameters": universal.listed_parameters(self.engine)}
         self.engine.save_checkpoint(str(self.directory), tag=writing.name, client_state=state, save_latest=False)
         self.writer.save(_random_state(), str(writing / f"random_state_rank_{rank}.pt"))
         # What DeepSpeed copied itself: optimizer states from NVMe, in folders. Listed once: on a network file system
@@ -119,6 +119,8 @@ class Saver:
             "layout": layout(self.engine, self.sizes),
             "total_steps": self.recipe.total_steps,
             "seed": self.recipe.seed,
+            "optimizer_steps": universal.optimizer_steps(self.engine),
+            "loss_scale": self.engine._get_optimizer_loss_scale() if self.engine.fp16_enabled() else None,
             **self.data,
         }
         self.writer.start(copied[rank :: self.sizes.world])
@@ -195,8 +197,9 @@ def _in_folders(path: Path) -> list[str]:
 
 
 def layout(engine, sizes) -> dict:
-    config = engine.config
-    return {**sizes.as_dict(), "zero_stage": zero_stage(config), "precision": precision(config)}
+    """checkpoint_files.layout, and at which layers a pipeline's stages begin: with measured costs they can change."""
+    parts = [int(part) for part in engine.module.parts] if isinstance(engine.module, PipelineModule) else None
+    return {**checkpoint_files.layout(engine.config, sizes), "pipeline_parts": parts}
 
 
 def choose(recipe, sizes) -> Path | None:
@@ -233,6 +236,8 @@ def choose(recipe, sizes) -> Path | None:
 def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = False) -> Progress:
     """Load a checkpoint into the engine and restore this rank's random states; returns where the run stands.
 
+    One of another layout is converted first. Its random states are of other ranks: they are drawn anew.
+
     The rate of the next update, and the optimizer's hyperparameters, are those of the recipe and the ds_config as they
     are now.
 
@@ -244,19 +249,25 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = 
     manifest = checkpoint_files.read_manifest(path)
     if not branch:
         checkpoint_files.check_same_data(path, fingerprint)
-    groups = engine.lr_scheduler.optimizer.param_groups
-    wanted = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in groups]
-    loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
-    if loaded is None:
-        raise RuntimeError(f"DeepSpeed could not load {path}")
-    progress = Progress(**state["progress"])
     rank = dist.get_rank()
-    _restore_random_state(torch.load(path / f"random_state_rank_{rank}.pt", weights_only=True))
+    if checkpoint_files.same_layout(manifest["layout"], layout(engine, sizes)):
+        groups = engine.lr_scheduler.optimizer.param_groups
+        wanted = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in groups]
+        loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed could not load {path}")
+        progress = Progress(**state["progress"])
+        _restore_random_state(torch.load(path / f"random_state_rank_{rank}.pt", weights_only=True))
+        _apply_hyperparameters(engine, wanted)
+    else:
+        logger.info("converting %s, which is of another layout: %s", path, manifest["layout"])
+        checkpoint_files.check_convertible(path, engine.config)
+        progress = Progress(**universal.convert_and_load(engine, recipe, sizes, path))
+        seed_ranks(recipe.seed, progress.step, rank)
     if manifest["total_steps"] != recipe.total_steps:
         logger.warning(
             "the schedule has changed: %d steps in the checkpoint, %d now", manifest["total_steps"], recipe.total_steps
         )
-    _apply_hyperparameters(engine, wanted)
     _apply_schedule(engine, recipe_factor(recipe))
     if rank == 0 and recipe.checkpoint.resume != "latest" and not branch:
         write_text(path.parent / "latest", path.name)

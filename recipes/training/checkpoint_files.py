@@ -267,16 +267,40 @@ def check_compatible(path: Path, recipe, ds_config: dict, sizes) -> None:
             f"{path} is at step {manifest['step']}, the schedule has only {recipe.total_steps} steps; lengthen it, or resume "
             "from an earlier step"
         )
-    layout = manifest["layout"]
-    if layout["zero_stage"] != zero_stage(ds_config) or layout["precision"] != precision(ds_config):
+    before, now = manifest["layout"], layout(ds_config, sizes)
+    if before["precision"] != now["precision"]:
         raise InputError(
-            f"{path} was saved with ZeRO stage {layout['zero_stage']} in {layout['precision']}, the run asks for stage "
-            f"{zero_stage(ds_config)} in {precision(ds_config)}; resume with the same"
+            f"{path} was saved in {before['precision']}, the run asks for {now['precision']}; resume with the same"
         )
-    if sizes is not None and layout["world"] != sizes.world:
-        raise InputError(
-            f"{path} was saved by {layout['world']} ranks, the run has {sizes.world}; start it with {layout['world']}"
-        )
+    if not same_layout(before, now):
+        check_convertible(path, ds_config)
+
+
+def layout(ds_config: dict, sizes) -> dict:
+    """What a checkpoint's files depend on, beside the batch; without sizes what is known without them."""
+    stated = {"zero_stage": zero_stage(ds_config), "precision": precision(ds_config)}
+    return stated if sizes is None else {**sizes.as_dict(), **stated}
+
+
+def same_layout(before: dict, now: dict) -> bool:
+    """Whether DeepSpeed can load files of `before` in `now` as they are."""
+    batch = ("micro_batch", "accumulation", "global_batch")
+    return all(before.get(key) == now[key] for key in now if key not in batch)
+
+
+def check_convertible(path: Path, ds_config: dict) -> None:
+    """Raises InputError, naming it, for what can't be converted from one layout to another."""
+    kind, zero = ds_config["optimizer"]["type"], ds_config.get("zero_optimization", {})
+    mend = "resume in the layout that saved it"
+    if kind.lower() not in ("adam", "adamw"):
+        raise InputError(f"{path}: optimizer.type {kind}: DeepSpeed converts the states of Adam and AdamW only; {mend}")
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device") == "nvme":
+            raise InputError(
+                f"{path}: zero_optimization.{key}.device nvme can't take a checkpoint of another layout; {mend}, or use cpu"
+            )
+    if any("/" in name for name in read_manifest(path)["files"]):
+        raise InputError(f"{path} holds optimizer states copied from NVMe, which DeepSpeed can't convert; {mend}")
 
 
 def order_samples(recipe, path: Path | None) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import logging
+import re
 import time
 from functools import partial
 
@@ -14,6 +15,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import (
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
 from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.pipe import PipelineModule
@@ -143,6 +150,12 @@ def _split_tensors(module: PipelineModule, settings, group) -> None:
     """
     set_autotp_mode(training=True)
     plan = models.family(settings.family).TENSOR_PLAN
+    column, row = (rf".*\.({'|'.join(map(re.escape, plan[kind]))})\.weight$" for kind in ("column", "row"))
+    module.universal_checkpoint_info = {  # read by ds_to_universal, which without it would put norms together as matrices
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: [row],
+        TP_REPLICATED_PARAMETER_PATTERNS: [f"(?!{column})(?!{row})"],
+    }
     for name, child in list(module.named_modules()):
         parent, _, child_name = name.rpartition(".")
         for kind, layer in (("column", LinearLayer), ("row", LinearAllreduce)):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -208,18 +209,26 @@ def test_export_refuses_to_overwrite_and_another_model(folder, tmp_path):
 
 def test_master_weights_of_a_fused_optimizer_are_read(folder, tmp_path):
     """Fused Adam, which needs a GPU, keeps each group flat; the same checkpoint rewritten that way exports the same."""
-    from recipes.models.build import build_model
-
     run = folder / "runs" / "s0_bf16"
     recipe, _ = load_recipe(run / "recipe.yaml")
-    model = build_model(recipe.model, 16, seed=0)
-    listed = export_hf.full_weights(run / "checkpoints" / "global_step4", 0, model)
-    name = "mp_rank_00_model_states.pt"
-    state = torch.load(run / "checkpoints" / "global_step4" / name, weights_only=False)
-    groups = state["optimizer"].pop("fp32_groups")
-    state["optimizer"]["fp32_groups_flat"] = [torch.cat([t.flatten() for t in group]) for group in groups]
-    torch.save(state, tmp_path / name)
-    flat = export_hf.full_weights(tmp_path, 0, model)
+    shutil.copytree(run / "checkpoints" / "global_step4", tmp_path / "flat")
+    listed = export_hf.full_weights(recipe, run / "checkpoints" / "global_step4", tmp_path)
+    file = tmp_path / "flat" / "mp_rank_00_model_states.pt"
+    state = torch.load(file, weights_only=False)
+    optimizer = state["optimizer"]
+    optimizer["fp32_groups_flat"] = [torch.cat([t.flatten() for t in g]) for g in optimizer.pop("fp32_groups")]
+    moments, groups = optimizer["optimizer_state_dict"]["state"], optimizer["optimizer_state_dict"]["param_groups"]
+    optimizer["optimizer_state_dict"]["state"] = {
+        number: {
+            key: torch.cat([moments[index][key].flatten() for index in group["params"]])
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+        for number, group in enumerate(groups)
+    }
+    for number, group in enumerate(groups):
+        group["params"] = [number]
+    torch.save(state, file)
+    flat = export_hf.full_weights(recipe, tmp_path / "flat", tmp_path)
     assert all(torch.equal(flat[key], listed[key]) for key in listed)
 
 

@@ -158,7 +158,7 @@ def test_no_rank_is_left(runs):
     [
         (["model.hidden_size=64"], "is of another model: hidden_size 32 (now 64)"),
         (["global_batch_size=16"], "was trained with global_batch_size 8, now 16"),
-        (["ds.zero_optimization.stage=3"], "was saved with ZeRO stage 1 in fp32, the run asks for stage 3 in fp32"),
+        (["ds.bf16.enabled=true"], "was saved in fp32, the run asks for bf16"),
         (["--resume", "5"], "no checkpoint of step 5 in "),
         (["schedule.steps=7"], "is at step 14, the schedule has only 7 steps"),
         (["seed=8"], "drew its samples otherwise: seed 7 (now 8)"),
@@ -171,11 +171,6 @@ def test_another_run_in_its_directory_is_refused(runs, overrides, message):
     assert finished.code == 2 and message in finished.output
     assert len(finished.output.strip().splitlines()) == 1 and finished.output.startswith("error: ")
     assert sorted(str(p) for p in (runs[0] / "runs").rglob("*")) == before
-
-
-def test_another_number_of_ranks_is_refused(runs):
-    finished = launch_run(runs[0] / "tiny.yaml", ranks=1)
-    assert finished.code == 2 and "was saved by 2 ranks, the run has 1" in finished.output
 
 
 def test_resuming_on_damaged_checkpoints_and_other_data(runs, tmp_path):
