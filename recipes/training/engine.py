@@ -45,10 +45,24 @@ def build_engine(prepared):
     )
     if stage == 0 and precision(config) == "fp32":
         guard_stage_0(engine, groups.get_tensor_model_parallel_group() if sizes.tensor > 1 else None)
+    elif stage == 0:
+        forget_empty_step(engine)
     if recipe.compute.compile:
         for block in model.model.layers:
             block.compile()
     return engine
+
+
+def forget_empty_step(engine) -> None:
+    """Let the optimizer's first step be its first.
+
+    Without ZeRO in bf16 or fp16, DeepSpeed 0.19.8 allocates the optimizer's states by a step with zero gradients, which
+    Adam counts: its bias correction then made the first update of a run a quarter too small.
+    """
+    optimizer = engine.optimizer.optimizer
+    for values in [*optimizer.state.values(), *optimizer.param_groups]:  # DeepSpeed's FusedAdam counts by group
+        if "step" in values:
+            values["step"] = torch.zeros_like(values["step"]) if torch.is_tensor(values["step"]) else 0
 
 
 def tensor_partition(family: str) -> dict:

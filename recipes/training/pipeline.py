@@ -33,7 +33,7 @@ from recipes.models.build import initialize_weights, parameter_groups, persisten
 from recipes.models.pipeline import Block, pipeline_layers, pipeline_parameter_names
 from recipes.training import distributed
 from recipes.training.ds_config import engine_config, precision, zero_stage
-from recipes.training.engine import recompute_activations
+from recipes.training.engine import forget_empty_step, recompute_activations
 from recipes.training.losses import token_loss_sum, z_loss_sum
 from recipes.training.schedule import recipe_factor
 from recipes.training.step import StepResult, guard_stage_0
@@ -118,6 +118,8 @@ def build_engine(prepared):
     )
     if zero_stage(config) == 0 and precision(config) == "fp32":
         guard_stage_0(engine, engine.grid.get_slice_parallel_group(), engine.grid.get_pipe_parallel_group())
+    elif zero_stage(config) == 0:
+        forget_empty_step(engine)
     if recipe.compute.compile:
         for block in blocks:
             block.compile()

@@ -77,6 +77,13 @@ def test_bf16_stays_near(results, stage):
     assert results[f"stage {stage} bf16"]["loss"] == pytest.approx(results["reference tied"]["loss"], rel=1e-3)
 
 
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_optimizer_counts_the_steps_of_the_run_alone(folder, stage):
+    for kind in ("tied", "bf16"):
+        manifest = checkpoint_files.read_manifest(folder / "runs" / f"s{stage}_{kind}" / "checkpoints" / "global_step4")
+        assert manifest["optimizer_steps"] == 4, kind
+
+
 @pytest.mark.parametrize("stage", [0, 1])
 def test_loss_and_gradient_are_weighted_by_tokens(results, stage):
     # 2 tokens of loss 1 and 8 of loss 3: 2.6, not 2.0; w = 1 - 2.6.
