@@ -399,6 +399,15 @@ def test_inspect_decodes_a_document(tmp_path, tokenizer, capsys):
     assert "2 documents" in printed and "world<|endoftext|>" in printed
 
 
+def test_verify_sees_a_damaged_file(tmp_path, tokenizer):
+    prefix = run(tmp_path, tokenizer, '{"text":"hello"}\n').prefix
+    assert inspect_tokens.main([str(prefix), "--verify"]) == 0
+    data = file_of(prefix, ".bin")
+    data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
+    with pytest.raises(InputError, match=r"document.bin does not have the checksum"):
+        inspect_tokens.main([str(prefix), "--verify"])
+
+
 def test_tokenizer_directory_loads_in_transformers(tokenizer):
     from transformers import AutoTokenizer
 
