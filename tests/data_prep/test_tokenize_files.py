@@ -417,6 +417,24 @@ def test_tokenizer_directory_loads_in_transformers(tokenizer):
     assert loaded(text).input_ids == TextTokenizer(tokenizer).encode([text])[0].tolist()
 
 
+def test_special_tokens_of_a_trained_tokenizer(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("one two three " * 20)
+    command = [
+        "--input",
+        str(tmp_path / "in.txt"),
+        "--output",
+        str(tmp_path / "t"),
+        "--special_tokens",
+        "<|a|>",
+        "<|b|>",
+    ]
+    train_tokenizer.main([*command, "--vocab_size", "265"])
+    assert TextTokenizer(tmp_path / "t").special_tokens == ["<|endoftext|>", "<|a|>", "<|b|>"]
+    assert " MiB" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"--vocab_size 259 is too small: 256 bytes and .*<\|b\|> come first"):
+        train_tokenizer.main([*command, "--vocab_size", "259", "--overwrite"])
+
+
 def test_tokenizer_of_no_text(tmp_path):
     (tmp_path / "empty.jsonl").write_text('{"text": " "}\n')
     with pytest.raises(InputError, match="0 documents in .*empty.jsonl"):
