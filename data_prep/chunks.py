@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -119,7 +120,14 @@ _worker: ChunkTokenizer
 def _start_worker(*arguments) -> None:
     global _worker
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = ChunkTokenizer(*arguments)
+
+
+def _end_with_parent() -> None:
+    """A pool's processes don't see that their parent was killed: they would wait for work for ever."""
+    parent_process().join()
+    os._exit(1)
 
 
 def _tokenize_in_worker(*arguments) -> Chunk:

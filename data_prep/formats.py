@@ -166,9 +166,31 @@ def decompressed(raw, name: str):
     """The bytes in `raw`, decompressed by the name's suffix: all members of a .gz, all frames of a .zst or .xz."""
     from backports import zstd
 
-    openers = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}
+    openers = {".gz": gzip.open, ".xz": XzStreams, ".zst": zstd.open}
     suffix = Path(name).suffix
-    return openers[suffix](raw, "rb") if suffix in openers else raw
+    return openers[suffix](raw) if suffix in openers else raw
+
+
+class XzStreams:
+    """The bytes of all streams of a .xz. lzma.open takes damage at the begin of a later one for the file's end."""
+
+    def __init__(self, raw):
+        self._raw, self._decompressor = raw, lzma.LZMADecompressor()
+
+    def read(self, size: int) -> bytes:
+        block = b""
+        while not block:
+            stored = b""
+            if self._decompressor.eof:
+                stored = self._decompressor.unused_data
+                while not (stored := stored.lstrip(b"\0")):  # padding
+                    if not (stored := self._raw.read(1 << 16)):
+                        return b""
+                self._decompressor = lzma.LZMADecompressor()
+            elif self._decompressor.needs_input and not (stored := self._raw.read(1 << 16)):
+                raise EOFError
+            block = self._decompressor.decompress(stored, size)
+        return block
 
 
 def split_records(read: Callable[[int], bytes], delimiter: bytes, most_bytes: int) -> Iterator[list[bytes | BadRecord]]:
@@ -189,7 +211,8 @@ def split_records(read: Callable[[int], bytes], delimiter: bytes, most_bytes: in
         else:
             [rest] = records
             size += len(block)
-            held = [*held, block] if size <= most_bytes else []
+            # `size` may count the begin of a delimiter, which is not the record's.
+            held = [*held, block] if size < most_bytes + len(delimiter) else []
         tail = rest[max(len(rest) - len(delimiter) + 1, 0) :]
     if size:
         yield [too_long(most_bytes) if size > most_bytes else b"".join(held)]

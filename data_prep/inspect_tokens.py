@@ -9,6 +9,7 @@ import numpy as np
 
 from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.merge_tokens import document_blocks
+from data_prep.remote import checksum
 from data_prep.token_file import Tokens, open_tokens
 from data_prep.tokenizer import TextTokenizer
 
@@ -24,7 +25,18 @@ def length_histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
 
 
 def verify(tokens: Tokens, vocab_size: int) -> int:
-    """Read every id; returns the highest. Raises InputError naming the document of the first one outside the vocabulary."""
+    """Read every id; returns the highest.
+
+    Raises InputError naming the document of the first one outside the vocabulary, or a file that does not have the
+    checksum in its record.
+    """
+    for pair in tokens.pairs:
+        for suffix, expected in pair.read_record().get("checksums", {}).items():
+            if checksum(pair.local(suffix)) != expected:
+                raise InputError(
+                    f"{pair.local(suffix)} does not have the checksum in the record beside it, {expected}: it is damaged "
+                    "or of another job"
+                )
     highest, first = -1, 0
     for ids, lengths in document_blocks(tokens):
         if len(ids) and (ids.max() >= vocab_size or ids.min() < 0):
@@ -55,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("prefix", type=Path, help="token file, without .bin/.idx")
     parser.add_argument("--document", type=int, help="print this document")
     parser.add_argument("--tokenizer", help="decode with this tokenizer (default: the one recorded beside the file)")
-    parser.add_argument("--verify", action="store_true", help="read every id and compare it with the vocabulary")
+    parser.add_argument("--verify", action="store_true", help="compare checksums, and every id with the vocabulary")
     parser.add_argument("--compare", type=Path, help="another token file; exit code 1 when they differ")
     arguments = parser.parse_args(argv)
     tokens = open_tokens(arguments.prefix)

@@ -53,9 +53,8 @@ def parse_record(line: bytes, key: str) -> str | BadRecord:
     if not isinstance(record, dict):
         return BadRecord("wrong_type", f"the line is a JSON {_json_type(record)}, not an object")
     if key not in record:
-        return BadRecord(
-            "missing_key", f"no key {key!r} (keys here: {', '.join(sorted(record)) or 'none'}); see --json_key"
-        )
+        keys = " ".join(", ".join(sorted(record)).split())[:1000] or "none"  # one line, whatever they hold
+        return BadRecord("missing_key", f"no key {key!r} (keys here: {keys}); see --json_key")
     text = record[key]
     if text is None:
         return BadRecord("null", f"{key!r} is null")

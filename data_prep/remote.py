@@ -108,7 +108,7 @@ class RemoteFiles:
                     os.utime(verified)  # used now: the last to be removed
                     break
                 expected = self._recorded_checksum(url)
-                if expected is None or _checksum(path) == expected:
+                if expected is None or checksum(path) == expected:
                     write_text(verified, expected or "no checksum is recorded")
                     break
                 shutil.rmtree(storage)
@@ -174,7 +174,8 @@ class RemoteFiles:
         return thread
 
 
-def _checksum(path: Path) -> str:
+def checksum(path: Path) -> str:
+    """As the record of a token file gives it: xxh3_128:HEX."""
     digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
         while block := file.read(1 << 22):

@@ -73,6 +73,8 @@ def find_inputs(names: list[str], form: str | None = None, separator: str | None
             if (real := path if "://" in path else str(Path(path).resolve())) in seen:
                 raise InputError(f"--input names {path} twice: its documents would be there twice")
             seen.add(real)
+            if not size and (kind in ("parquet", "arrow") or Path(path).suffix in COMPRESSED):
+                raise InputError(f"--input {path} is empty, which no whole file of its format is; get the file again")
             source = CLASSES[kind](path, size, modified)
             sources.append(replace(source, separator=separator) if kind == "text" else source)
     return sources

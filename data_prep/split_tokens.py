@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import sys
+from functools import partial
 from pathlib import Path
+
+import numpy as np
 
 from data_prep.errors import InputError, OneLineParser, run_command
 from data_prep.files import write_json
+from data_prep.merge_tokens import document_blocks
 from data_prep.token_file import TokenFileWriter, file_of, open_tokens, token_prefix
 
 
-def is_validation(document: bytes, fraction: float) -> bool:
-    """Whether a document (its stored bytes) belongs to the validation side: its hash lies below `fraction`."""
+def is_validation(document: np.ndarray, fraction: float) -> bool:
+    """Whether a document (its ids as they are stored) belongs to the validation side: its hash lies below `fraction`."""
     return int.from_bytes(hashlib.blake2b(document, digest_size=8).digest(), "little") < fraction * 2**64
 
 
@@ -26,23 +30,10 @@ def split(source: Path, train: Path, validation: Path, fraction: float) -> dict[
     made_by = tokens.read_record()
     # Without a record of the tokenizer, the stored type bounds the ids.
     vocab_size = made_by.get("vocab_size", 2**16 if tokens.dtype.itemsize <= 2 else 2**31)
-    with (
-        TokenFileWriter(train, vocab_size) as train_writer,
-        TokenFileWriter(validation, vocab_size) as validation_writer,
-    ):
-        for number in range(len(tokens)):
-            document = tokens.document(number)
-            (validation_writer if is_validation(document.tobytes(), fraction) else train_writer).add(document)
-        for name, writer in (("training", train_writer), ("validation", validation_writer)):
-            if not writer.documents:
-                raise InputError(
-                    f"no document of {source} fell to the {name} side; change --validation_fraction {fraction:g}"
-                )
     for key in ("job", "shard", "shards"):  # of the file as tokenize_files made it
         made_by.pop(key, None)
-    sizes = {}
-    for name, writer in (("train", train_writer), ("validation", validation_writer)):
-        sizes[name] = (writer.documents, writer.total_tokens)
+
+    def write_record(name: str, writer: TokenFileWriter) -> None:
         report = {
             "documents": writer.documents,
             "tokens": writer.total_tokens,
@@ -51,7 +42,26 @@ def split(source: Path, train: Path, validation: Path, fraction: float) -> dict[
             "split": {"of": str(tokens.prefix.resolve()), "side": name, "validation_fraction": fraction},
         }
         write_json(file_of(writer.prefix, ".json"), {**made_by, **report})
-    return sizes
+
+    with (
+        TokenFileWriter(train, vocab_size, partial(write_record, "train")) as train_writer,
+        TokenFileWriter(validation, vocab_size, partial(write_record, "validation")) as validation_writer,
+    ):
+        for ids, lengths in document_blocks(tokens):
+            ends = np.cumsum(lengths, dtype=np.int64)
+            documents = zip((ends - lengths).tolist(), ends.tolist(), strict=True)
+            side = np.array([is_validation(ids[start:end], fraction) for start, end in documents])
+            for writer, chosen in ((train_writer, ~side), (validation_writer, side)):
+                writer.add(ids[np.repeat(chosen, lengths)], lengths[chosen])
+        for name, writer in (("training", train_writer), ("validation", validation_writer)):
+            if not writer.documents:
+                raise InputError(
+                    f"no document of {source} fell to the {name} side; change --validation_fraction {fraction:g}"
+                )
+    return {
+        name: (writer.documents, writer.total_tokens)
+        for name, writer in (("train", train_writer), ("validation", validation_writer))
+    }
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -178,6 +178,8 @@ class ShardedTokens:
         dtypes = {pair.dtype for pair in pairs}
         if len(dtypes) > 1:
             raise InputError(f"the shards of {self.prefix} store different types, {dtypes}: they are not of one job")
+        if any(pair.read_record().get("job") != pairs[0].read_record().get("job") for pair in pairs):
+            raise InputError(f"the shards of {self.prefix} are of several jobs; run the command that makes them again")
         self.dtype = pairs[0].dtype
         self.lengths = np.concatenate([pair.lengths for pair in pairs])
         self.total_tokens = sum(pair.total_tokens for pair in pairs)

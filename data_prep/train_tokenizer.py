@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from data_prep.errors import InputError, OneLineParser, run_command
@@ -19,19 +21,28 @@ BYTES = 256
 
 
 def train(
-    sources: list[Source], vocab_size: int, output: Path, key: str = "text", most_bytes: int = MAX_RECORD_BYTES
+    sources: list[Source],
+    vocab_size: int,
+    output: Path,
+    key: str = "text",
+    most_bytes: int = MAX_RECORD_BYTES,
+    special_tokens: Sequence[str] = (),
 ) -> int:
-    """Train on the records of `sources`, none longer than `most_bytes`; returns the vocabulary size reached (small inputs can give less)."""
+    """Train on the records of `sources`, none longer than `most_bytes`; returns the vocabulary size reached (small inputs can give less).
+
+    `special_tokens` come after END_TOKEN, which has id 0.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    if vocab_size <= BYTES + 1:
-        raise InputError(f"--vocab_size {vocab_size} is too small: {BYTES} bytes and {END_TOKEN} come first")
+    special = list(dict.fromkeys([END_TOKEN, *special_tokens]))
+    if vocab_size <= BYTES + len(special):
+        raise InputError(f"--vocab_size {vocab_size} is too small: {BYTES} bytes and {', '.join(special)} come first")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[END_TOKEN],
+        special_tokens=special,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
@@ -65,6 +76,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = OneLineParser(prog="python -m data_prep.train_tokenizer", description=__doc__)
     add_input_arguments(parser)
     parser.add_argument("--vocab_size", type=int, required=True, help="entries, the end-of-document token included")
+    parser.add_argument("--special_tokens", nargs="+", default=[], help=f"after {END_TOKEN}, such as '<|user|>'")
     parser.add_argument("--output", type=Path, required=True, help="directory to write")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing directory")
     arguments = parser.parse_args(argv)
@@ -79,8 +91,10 @@ def main(argv: list[str] | None = None) -> int:
         arguments.output,
         arguments.json_key,
         int(arguments.max_record_mb * 1e6),
+        arguments.special_tokens,
     )
-    print(f"{arguments.output}: {size} tokens, {time.perf_counter() - begin:.1f} s")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(f"{arguments.output}: {size} tokens, {time.perf_counter() - begin:.1f} s, peak {peak:.0f} MiB")
     if size < arguments.vocab_size:
         print(
             f"note: the text gave only {size} of the {arguments.vocab_size} tokens asked for; set model.vocab_size to it"

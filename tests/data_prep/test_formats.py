@@ -103,6 +103,33 @@ def test_a_record_that_is_too_long_is_not_held(monkeypatch, block):
     assert end.reason == "too_long"
 
 
+@pytest.mark.parametrize("block", range(1, 9))
+def test_the_begin_of_a_delimiter_does_not_make_a_record_too_long(monkeypatch, block):
+    monkeypatch.setattr(formats, "CHUNK_BYTES", block)
+    parts = split_records(io.BytesIO(b"four<end>fiver<end>six").read, b"<end>", 4)
+    assert [getattr(part, "reason", part) for found in parts for part in found][::2] == [b"four", b"six"]
+
+
+@pytest.mark.parametrize("damage", [b"garbage", COMPRESS[".xz"](PARTS[1])[2:]])
+def test_damage_after_the_first_stream_is_no_end(tmp_path, damage):
+    path = tmp_path / "in.jsonl.xz"
+    path.write_bytes(COMPRESS[".xz"](PARTS[0]) + damage)
+    with pytest.raises(InputError, match="in.jsonl.xz is not xz, or damaged"):
+        texts(path)
+    path.write_bytes(bytes(8).join([*map(COMPRESS[".xz"], PARTS), b""]))  # padding, which the format allows
+    assert texts(path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["in.jsonl.gz", "in.txt.xz", "in.jsonl.zst", "in.parquet", "in.arrow"])
+def test_a_file_of_no_bytes_is_an_error_where_its_format_has_some(tmp_path, name):
+    (tmp_path / name).touch()
+    (tmp_path / "full.jsonl").write_bytes(PARTS[0])
+    with pytest.raises(InputError, match=f"{name} is empty"):
+        texts(tmp_path / "full.jsonl", tmp_path / name)
+    (tmp_path / "empty.jsonl").touch()
+    assert texts(tmp_path / "empty.jsonl", tmp_path / "full.jsonl") == ["a"]
+
+
 def test_parquet_and_arrow(tmp_path):
     import pyarrow as pa
 

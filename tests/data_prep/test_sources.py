@@ -30,7 +30,7 @@ def test_directories_and_globs_in_natural_order(tmp_path):
     names = ["part10.jsonl", "part2.jsonl.zst", "part1.json.gz", "deep/part3.ndjson", "notes.txt", "README"]
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text("not read here")
 
     def found(*given, **options):
         inputs = find_inputs([str(tmp_path / name) for name in given], **options)

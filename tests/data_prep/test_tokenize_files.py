@@ -343,6 +343,22 @@ def test_split_is_by_document_and_stable_under_added_data(tmp_path, tokenizer):
     assert not (tmp_path / "t.bin").exists()
 
 
+def test_a_split_that_is_killed_leaves_no_old_record_beside_new_tokens(tmp_path, tokenizer, monkeypatch):
+    source = run(tmp_path, tokenizer, "".join(f'{{"text":"document {n}"}}\n' for n in range(50))).prefix
+    split_tokens.split(source, tmp_path / "t", tmp_path / "v", 0.2)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    for fraction, name in ((0.5, "os.replace"), (0.3, "data_prep.split_tokens.write_json")):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(name, killed)
+            split_tokens.split(source, tmp_path / "t", tmp_path / "v", fraction)
+        for side in "tv":
+            index, record = tmp_path / f"{side}.idx", json.loads((tmp_path / f"{side}.json").read_text())
+            assert not index.exists() or len(TokenFile(tmp_path / side)) == record["documents"]
+
+
 def test_split_onto_itself_is_refused(tmp_path, tokenizer):
     source = str(run(tmp_path, tokenizer, '{"text":"hello"}\n{"text":"world"}\n').prefix)
     before = file_of(tmp_path / "in_text_document", ".bin").read_bytes()
@@ -383,6 +399,15 @@ def test_inspect_decodes_a_document(tmp_path, tokenizer, capsys):
     assert "2 documents" in printed and "world<|endoftext|>" in printed
 
 
+def test_verify_sees_a_damaged_file(tmp_path, tokenizer):
+    prefix = run(tmp_path, tokenizer, '{"text":"hello"}\n').prefix
+    assert inspect_tokens.main([str(prefix), "--verify"]) == 0
+    data = file_of(prefix, ".bin")
+    data.write_bytes(bytes([data.read_bytes()[0] ^ 1]) + data.read_bytes()[1:])
+    with pytest.raises(InputError, match=r"document.bin does not have the checksum"):
+        inspect_tokens.main([str(prefix), "--verify"])
+
+
 def test_tokenizer_directory_loads_in_transformers(tokenizer):
     from transformers import AutoTokenizer
 
@@ -390,6 +415,24 @@ def test_tokenizer_directory_loads_in_transformers(tokenizer):
     text = "hello\tworld, naïve \U0001f600\n"
     assert loaded.eos_token == "<|endoftext|>" and loaded.decode(loaded(text).input_ids) == text
     assert loaded(text).input_ids == TextTokenizer(tokenizer).encode([text])[0].tolist()
+
+
+def test_special_tokens_of_a_trained_tokenizer(tmp_path, capsys):
+    (tmp_path / "in.txt").write_text("one two three " * 20)
+    command = [
+        "--input",
+        str(tmp_path / "in.txt"),
+        "--output",
+        str(tmp_path / "t"),
+        "--special_tokens",
+        "<|a|>",
+        "<|b|>",
+    ]
+    train_tokenizer.main([*command, "--vocab_size", "265"])
+    assert TextTokenizer(tmp_path / "t").special_tokens == ["<|endoftext|>", "<|a|>", "<|b|>"]
+    assert " MiB" in capsys.readouterr().out
+    with pytest.raises(InputError, match=r"--vocab_size 259 is too small: 256 bytes and .*<\|b\|> come first"):
+        train_tokenizer.main([*command, "--vocab_size", "259", "--overwrite"])
 
 
 def test_tokenizer_of_no_text(tmp_path):
@@ -411,3 +454,10 @@ def test_stdlib_corpus_is_the_standard_library(tmp_path):
 )
 def test_odd_records(line, reason):
     assert isinstance(bad := parse_record(line, "text"), BadRecord) and bad.reason == reason
+
+
+def test_odd_keys_stay_one_line():
+    line = json.dumps({"a\nb": 1, "c": 2, **{str(n): n for n in range(10_000)}}).encode()
+    detail = parse_record(line, "text").detail
+    assert "\n" not in detail and len(detail) < 1200
+    assert "(keys here: a b, c)" in parse_record(b'{"c":1,"a\\nb":2}', "text").detail

@@ -14,7 +14,7 @@ import pytest
 from data_prep import chunks, formats, merge_tokens, tokenize_files, train_tokenizer
 from data_prep.chunks import Seen
 from data_prep.errors import InputError, OneLineParser
-from data_prep.token_file import TokenFile
+from data_prep.token_file import TokenFile, open_tokens
 from data_prep.tokenizer import TextTokenizer
 from tests.conftest import REPOSITORY
 
@@ -183,6 +183,32 @@ def test_killed_the_same_command_goes_on(corpus, tmp_path, monkeypatch, where, c
     assert all(path.stat().st_mtime_ns == moment for path, moment in index_files.items())
     tokenize_files.main(command(corpus, tmp_path / "whole" / "p", *options, source=source))
     assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+
+
+def test_worker_processes_end_with_a_killed_command(corpus, tmp_path):
+    killed = """
+import os, signal, sys
+from data_prep import tokenize_files
+from data_prep.token_file import TokenFileWriter
+TokenFileWriter.add = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+tokenize_files.main(sys.argv[1:])
+"""
+    arguments = command(corpus, tmp_path / "p", "--engine", "tokenizers", "--workers", 2)
+    process = subprocess.Popen([sys.executable, "-c", killed, *arguments], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    # The workers hold the other end of stdout: it ends when they do.
+    process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+
+
+def test_shards_of_an_overwriting_that_was_killed_are_not_read_as_one(corpus, tmp_path):
+    options = ["--num_shards", 3]
+    tokenize_files.main(command(corpus, tmp_path / "p", *options))
+    other = job(corpus, tmp_path / "p", *options, "--append_eod", "false", "--overwrite")
+    tokenize_files.tokenize_shard(other, 0, 1)
+    with pytest.raises(InputError, match="the shards of .*p_text_document are of several jobs"):
+        open_tokens(tmp_path / "p_text_document")
+    tokenize_files.tokenize(other, 1)
+    assert open_tokens(tmp_path / "p_text_document").total_tokens > 0
 
 
 def test_a_finished_command_does_nothing_again(corpus, tmp_path, capsys):
