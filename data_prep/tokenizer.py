@@ -120,7 +120,8 @@ class TextTokenizer:
         """The text cut into pieces of bounded length that give the same ids; None where it can't be cut so."""
         width = _width(text)
         usual, most = SEGMENT // width, LONGEST_SEGMENT // width
-        if len(text) <= usual:
+        # Finding places takes long, and most texts that are not ASCII are nearly so: those are measured.
+        if len(text) <= usual or len(text) <= SEGMENT and len(text.encode()) <= SEGMENT:
             return [text]
         found, first = [], 0
         while self._tokenizer.pre_tokenizer is not None and len(text) - first > usual:

@@ -2,9 +2,10 @@
 
     ... launch/prove_ranks.py CASES.json RESULTS.json
 
-CASES.json is a list of {name, recipe, overrides, steps, [plain], [moved]}; RESULTS.json, written by rank 0, is {name: result} with
+CASES.json is a list of {name, recipe, overrides, steps, [plain], [moved], [poison]}; RESULTS.json, written by rank 0, is {name: result} with
 the loss, gradient norm, learning rate and tokens of each step, a hash of each initial parameter, and, where a case failed,
-its error; with `moved`, also how far each parameter has moved from its initial values after each step (2-norm). `plain` cases are run without DeepSpeed, in plain torch, by rank 0 alone.
+its error; with `moved`, also how far each parameter has moved from its initial values after each step (2-norm). `plain` cases are run without DeepSpeed, in plain torch, by rank 0 alone. In step `poison` the last rank's loss is NaN, and plain torch
+leaves the update out.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 if __package__ in (None, ""):
     sys.path[0] = str(Path(__file__).resolve().parents[1])
@@ -79,7 +81,8 @@ def run_case(case: dict) -> dict:
         for step in range(case["steps"]):
             place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
             batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
-            values = train_step(engine, batch, sizes, stop=lambda: False)
+            with poisoned(step + 1 == case.get("poison") and dist.get_rank() == dist.get_world_size() - 1):
+                values = train_step(engine, batch, sizes, stop=lambda: False)
             for key in result:
                 result[key].append(getattr(values, key))
             if case.get("moved"):
@@ -89,6 +92,20 @@ def run_case(case: dict) -> dict:
                 result["expert_load"] = values.expert_load
         engine.destroy()
     return {**result, "initial_weights": initial_hashes, "moved": moved}
+
+
+@contextlib.contextmanager
+def poisoned(active: bool):
+    """While `active`, this rank's loss is NaN."""
+    from recipes.training import losses, pipeline
+
+    def nan_loss(logits, labels):
+        return logits.float().sum() * float("nan")
+
+    with contextlib.ExitStack() as stack:
+        for module in (losses, pipeline) if active else ():
+            stack.enter_context(mock.patch.object(module, "token_loss_sum", nan_loss))
+        yield
 
 
 def run_plain(case: dict) -> dict:
@@ -108,7 +125,7 @@ def run_plain(case: dict) -> dict:
     groups = parameter_groups(model, params.get("weight_decay", 0.0))
     optimizer = kind[config["optimizer"]["type"].lower()](groups, **params)
     balance = getattr(settings, "router_aux_loss_coef", 0.0)
-    factor, stream = recipe_factor(recipe), training_stream(recipe)
+    factor, stream, updates = recipe_factor(recipe), training_stream(recipe), 0
     result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": []}
     assert models.family(settings.family).parameter_count(settings) == sum(p.numel() for p in model.parameters())
     for step in range(case["steps"]):
@@ -130,10 +147,12 @@ def run_plain(case: dict) -> dict:
         total.backward()
         clip = config["gradient_clipping"] or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
-        lr = params["lr"] * factor(step)
+        lr = params["lr"] * factor(updates)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
+        if step + 1 != case.get("poison"):
+            optimizer.step()
+            updates += 1
         values = (loss.item(), norm.item(), lr, int(kept.sum()))
         for key, value in zip(("loss", "grad_norm", "lr", "tokens"), values, strict=True):
             result[key].append(value)

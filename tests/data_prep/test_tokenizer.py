@@ -87,6 +87,15 @@ def test_what_cannot_be_cut_is_refused_above_a_size(tmp_path, monkeypatch, pre_t
     assert tokenizer.segments(text[:900]) is not None
 
 
+def test_a_text_is_cut_by_its_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "SEGMENT", 400)
+    tokenizer = make(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    whole = "plain words " * 33 + "\U0001f600"
+    assert len(whole.encode()) == 400 and tokenizer.segments(whole) == [whole]
+    longer = whole + "x"
+    assert len(longer) < 400 and len(tokenizer.segments(longer)) > 1
+
+
 def test_no_added_token_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SEGMENT", 40)
     tokenizer = make(tmp_path, pre_tokenizers.ByteLevel(add_prefix_space=False), added=("lines and",))
