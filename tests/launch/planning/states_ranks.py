@@ -26,8 +26,6 @@ from recipes.training import distributed
 from recipes.training.ds_config import precision
 from recipes.training.prepare import training_stream
 
-STEPS = 2  # the optimizer's states come with the first
-
 
 def storages() -> dict[int, int]:
     """{address: bytes} of every tensor's storage, gradients included."""
@@ -49,6 +47,8 @@ def allocated(prepared) -> int:
         from recipes.training.pipeline import build_engine, train_step
     before, most = storages(), 0
     engine = build_engine(prepared)
+    stream, rank = training_stream(recipe), sizes.data_rank(dist.get_rank())
+    place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
 
     def measured(function):
         def run(*arguments, **options):
@@ -58,16 +58,16 @@ def allocated(prepared) -> int:
 
         return run
 
-    stream, rank = training_stream(recipe), sizes.data_rank(dist.get_rank())
+    def train(step: int) -> None:
+        batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
+        train_step(engine, batch, sizes, stop=lambda: False)
+
+    train(0)  # the optimizer's states come with it
     with (
         mock.patch.object(engine, "step", measured(engine.step)),
         mock.patch.object(engine, "_take_model_step", measured(engine._take_model_step)),
     ):
-        for step in range(STEPS):
-            place = (sizes.micro_batch, sizes.accumulation, sizes.data, rank)
-            train_step(
-                engine, collate(stream, rank_samples(step * sizes.global_batch, *place)), sizes, stop=lambda: False
-            )
+        train(1)
     engine.destroy()
     return most
 

@@ -79,7 +79,7 @@ ON_FOUR = {
 def test_model_states_are_those_that_ranks_allocate(tmp_path, ranks, layouts):
     common = {
         "output_dir": "runs",
-        "global_batch_size": 8,
+        "global_batch_size": 4,
         "data": {"files": "synthetic", "seq_length": 8},
         "schedule": {"steps": 4},
         "deepspeed_config": "ds.json",
