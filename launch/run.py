@@ -43,6 +43,7 @@ DEVICE_FILES = (
     "/dev/nvidia[0-9]* /dev/dxg /dev/kfd /dev/dri/renderD* /dev/accel/* /dev/hl[0-9]* /dev/davinci[0-9]*".split()
 )
 SCRIPTS = ("pretrain", "pretrain_pipeline")  # of recipes/
+PORT_TRIES = 3  # between choosing a free port and using it, somebody else can
 GRACE_S = 10  # for what outlives the launcher and its ranks
 
 
@@ -226,6 +227,12 @@ class Launch:
             return False
 
 
+def port_was_taken(run_directory: Path | None, port: int, begin: float) -> bool:
+    """Whether the start at `begin` failed because its port, free when it was chosen, no longer was."""
+    reported = faults.failures(run_directory / "logs") if run_directory else []
+    return any(f"port {port} is in use" in failure["error"] for failure in reported if failure["time"] >= begin)
+
+
 def report(launch: Launch, code: int, run_directory: Path | None, refused: str, begin: float) -> int:
     """Print the first cause of a launch that ended with `code`; returns this command's exit code.
 
@@ -277,9 +284,8 @@ def main(argv: list[str] | None = None) -> int:
     accelerator = find_accelerator()
     run_directory = check_script(script, arguments, options, accelerator)
     port = check_launcher(options)
-    added = [] if "--master_port" in options else ["--master_port", str(port)]
-    if "--log_level" not in options:
-        added += ["--log_level", "error"]  # its one warning says that there is no host file
+    # deepspeed's one warning says that there is no host file
+    quiet = [] if "--log_level" in options else ["--log_level", "error"]
     print(f"checks passed; starting on port {port}", flush=True)
     # A rank is known by its RANK: one in our own environment (a pod of a job operator) must not reach the launcher.
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
@@ -289,10 +295,24 @@ def main(argv: list[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         refusal = Path(folder) / "refused"
         environment[faults.REPORT_VARIABLE] = str(refusal)
-        begin = time.time()
-        command = [sys.executable, "-m", "deepspeed.launcher.runner", *added, *launcher_arguments, script, *arguments]
-        launch = Launch(command, environment)
-        code = launch.wait()
+        for _ in range(PORT_TRIES):
+            begin = time.time()
+            added = quiet if "--master_port" in options else ["--master_port", str(port), *quiet]
+            command = [
+                sys.executable,
+                "-m",
+                "deepspeed.launcher.runner",
+                *added,
+                *launcher_arguments,
+                script,
+                *arguments,
+            ]
+            launch = Launch(command, environment)
+            code = launch.wait()
+            if "--master_port" in options or not port_was_taken(run_directory, port, begin):
+                break
+            port = free_port()
+            print(f"somebody took that port meanwhile; starting on port {port}", flush=True)
         refused = refusal.read_text(encoding="utf-8") if refusal.exists() else ""
     return 0 if code == 0 else report(launch, code, run_directory, refused, begin)
 

@@ -108,7 +108,8 @@ def run(engine_name: str, kind: str) -> tuple[str, str]:
             process.terminate()  # torchrun ends its ranks
             output, _ = process.communicate()
             output += f'\nRESULT ["hang", "still running after {LIMIT_S} s"]'
-    results = [json.loads(line.split("RESULT ", 1)[1]) for line in output.splitlines() if "RESULT " in line]
+    # The ranks' lines can run together.
+    results = [json.JSONDecoder().raw_decode(part)[0] for part in output.split("RESULT ")[1:]]
     failed = [result for result in results if result[0] != "ok"]
     return tuple(failed[0]) if failed else ("ok", "") if len(results) == 2 else ("crash", output.strip()[-200:])
 

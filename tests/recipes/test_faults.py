@@ -3,12 +3,16 @@
 import json
 import re
 import shutil
+import signal
+import socket
 from pathlib import Path
 
 import pytest
 
 from benchmarks import kill_storm
+from launch import run
 from recipes.training import checkpoint_files
+from recipes.training.distributed import free_port
 from tests.conftest import launch_run, make_tiny, metrics
 
 pytestmark = pytest.mark.slow
@@ -172,3 +176,18 @@ def test_a_storm_of_kills(tmp_path):
     result = kill_storm.storm(tmp_path, kills=5, seed=3)
     assert result["wrong"] == [] and result["starts"] >= 6, result
     assert result["most_steps_lost_to_one_kill"] <= 2 * result["interval"]
+
+
+def test_a_port_that_is_taken_after_it_was_chosen(tmp_path, monkeypatch, capfd):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = iter([port, free_port()])
+        monkeypatch.setattr(run, "free_port", lambda: next(ports))
+        handlers = {number: signal.getsignal(number) for number in run.faults.StopSignals.NUMBERS}
+        command = ["--num_accelerators", "1", "recipes/pretrain.py", "--recipe", str(make_tiny(tmp_path))]
+        code = run.main([*command, "schedule.steps=1", "schedule.warmup_steps=0"])
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    assert code == 0 and "somebody took that port meanwhile; starting on port" in capfd.readouterr().out
