@@ -126,8 +126,8 @@ class Saver:
         self.writer.start(copied[rank :: self.sizes.world])
         self._stage = "writing"
         if self.writer.host_memory > memory:
-            gib = self.writer.host_memory / 2**30
-            logger.info("checkpoints are copied to %.2f GiB of host memory on this rank", gib)
+            mebibytes = self.writer.host_memory / 2**20
+            logger.info("checkpoints are copied to %.0f MiB of host memory on this rank", mebibytes)
         if not self.recipe.checkpoint.asynchronous:
             self.finish()
 
