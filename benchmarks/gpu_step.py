@@ -21,7 +21,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -83,15 +82,12 @@ def recipe_of(shape: dict, micro_batch: int, folder: Path) -> Path:
 def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> dict:
     from recipes import models
     from recipes.training import distributed
+    from recipes.training.loop import parse_arguments
     from recipes.training.prepare import prepare, training_stream
 
     with tempfile.TemporaryDirectory() as name:
-        arguments = SimpleNamespace(
-            recipe=recipe_of(SHAPES[shape], micro_batch, Path(name)),
-            overrides=overrides,
-            deepspeed_config=None,
-            resume="none",
-        )
+        recipe_file = recipe_of(SHAPES[shape], micro_batch, Path(name))
+        arguments = parse_arguments("", ["--recipe", str(recipe_file), *overrides])
         place = distributed.find_place()
         prepared = prepare(arguments, 1, distributed.choose_accelerator())
         distributed.start_process_group(place)

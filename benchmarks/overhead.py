@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -26,6 +25,7 @@ from data_prep.loader import StepLoader
 from monitoring.metrics import MetricsWriter, StepClock
 from recipes import models
 from recipes.training import distributed
+from recipes.training.loop import parse_arguments
 from recipes.training.prepare import prepare, training_stream
 
 
@@ -115,9 +115,7 @@ def main() -> None:
             "data.tokenizer=null",
         ]
         overrides += ["global_batch_size=8", "ds.train_micro_batch_size_per_gpu=4", "schedule.steps=100000"]
-        arguments = SimpleNamespace(
-            recipe="demo", overrides=[*overrides, *options.overrides], deepspeed_config=None, resume="none"
-        )
+        arguments = parse_arguments("", ["--recipe", "demo", *overrides, *options.overrides])
         place = distributed.find_place()
         prepared = prepare(arguments, place.world_size, distributed.choose_accelerator())
         distributed.start_process_group(place)

@@ -43,23 +43,25 @@ def merge(sources: list[Path], output: Path) -> dict:
     # Without a record of the tokenizer, the stored type bounds the ids.
     bounds = [2**16 if file.dtype.itemsize <= 2 else 2**31 for file in files]
     vocab_size = max(record.get("vocab_size", bound) for record, bound in zip(records, bounds, strict=True))
-    with TokenFileWriter(output, vocab_size) as writer:
+    report = dict(records[0] if all(records) else {})
+    for key in ("sources", "left_out", "special_in_text", "text_bytes", "seconds", "split", "job", "shard", "shards"):
+        report.pop(key, None)  # of the first file alone
+
+    def write_record(writer: TokenFileWriter) -> None:
+        report.update(
+            documents=writer.documents,
+            tokens=writer.total_tokens,
+            max_token_id=writer.max_token_id,
+            vocab_size=vocab_size,
+            checksums=writer.checksums,
+            merged_from=[str(file.prefix.resolve()) for file in files],
+        )
+        write_json(file_of(writer.prefix, ".json"), report)
+
+    with TokenFileWriter(output, vocab_size, write_record) as writer:
         for file in files:
             for ids, lengths in document_blocks(file):
                 writer.add(ids, lengths)
-        file_of(writer.prefix, ".json").unlink(missing_ok=True)
-    report = {
-        **(records[0] if all(records) else {}),
-        "documents": writer.documents,
-        "tokens": writer.total_tokens,
-        "max_token_id": writer.max_token_id,
-        "vocab_size": vocab_size,
-        "checksums": writer.checksums,
-        "merged_from": [str(file.prefix.resolve()) for file in files],
-    }
-    for key in ("sources", "left_out", "special_in_text", "text_bytes", "seconds", "split", "job", "shard", "shards"):
-        report.pop(key, None)  # of the first file alone
-    write_json(file_of(writer.prefix, ".json"), report)
     return report
 
 

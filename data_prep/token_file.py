@@ -229,7 +229,16 @@ def open_tokens(prefix: str | Path, cache: RemoteFiles | None = None) -> Tokens:
     count = int(counts.pop())
     if len(names) != count:
         raise InputError(f"{prefix} has {len(names)} of its {count} shards; run the command that makes them again")
-    return ShardedTokens(prefix, [TokenFile(name, cache) for name in names])
+    # Of some shards no document stays; of all of them is an error, as for any file.
+    filled = [name for name in names if _sequences(Path(name) if cache is None else cache.fetch(name)) != 0]
+    return ShardedTokens(prefix, [TokenFile(name, cache) for name in filled or names])
+
+
+def _sequences(index: Path) -> int | None:
+    """How many sequences an .idx has by its header; None where that can't be told."""
+    with open(index, "rb") as handle:
+        header = handle.read(HEADER.size)
+    return HEADER.unpack(header)[3] if len(header) == HEADER.size and header.startswith(MAGIC) else None
 
 
 def lengths_hash(lengths: np.ndarray) -> str:
@@ -242,6 +251,7 @@ class TokenFileWriter:
     Used as a context manager: an exception removes the temporary files, and no output appears.
 
     Args:
+        may_be_empty: whether a pair without documents is written, as one shard of several can be.
         before_publishing: called with the writer once both files are whole and a former index is gone, for what is to
             lie beside them: where there is an index, that is there too.
 
@@ -254,11 +264,12 @@ class TokenFileWriter:
         prefix: str | Path,
         vocab_size: int,
         before_publishing: Callable[[TokenFileWriter], None] | None = None,
+        may_be_empty: bool = False,
     ):
         self.prefix = token_prefix(prefix)
         self.vocab_size = vocab_size
         self.checksums: dict[str, str] = {}
-        self._before_publishing = before_publishing
+        self._before_publishing, self._may_be_empty = before_publishing, may_be_empty
         self._hash = xxhash.xxh3_128()
         self.dtype = token_dtype(vocab_size)
         self.max_token_id = -1
@@ -299,12 +310,12 @@ class TokenFileWriter:
         return sum(len(part) for part in self._lengths)
 
     def close(self) -> None:
-        """Publish the pair. Raises InputError, leaving no output, when no document was added."""
-        if self.documents == 0:
+        """Publish the pair. Raises InputError, leaving no output, when no document was added but one must be."""
+        if self.documents == 0 and not self._may_be_empty:
             raise InputError(f"0 documents written to {self.prefix}: the input is empty or every record was skipped")
-        lengths = np.concatenate(self._lengths)
+        lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         # int64 before the running sum: int32 offsets wrap at 2 GiB.
-        offsets = np.concatenate([[0], np.cumsum(lengths[:-1], dtype=np.int64)]) * self.dtype.itemsize
+        offsets = (np.cumsum(lengths, dtype=np.int64) - lengths) * self.dtype.itemsize
         count = len(lengths)
         index_hash = xxhash.xxh3_128()
         with open(self._temporary[".idx"], "wb") as index:

@@ -144,7 +144,8 @@ def tokenize_shard(
         )
         write_json(file_of(prefix, ".json"), report)
 
-    with ExitStack() as stack, TokenFileWriter(prefix, tokenizer.vocab_size, publish_the_rest) as writer:
+    may_be_empty = job.num_shards > 1
+    with ExitStack() as stack, TokenFileWriter(prefix, tokenizer.vocab_size, publish_the_rest, may_be_empty) as writer:
         rejects = stack.enter_context(atomic_open(file_of(prefix, ".rejects.txt")))
         with closing(tokenized_chunks(job, shard, workers, encoder, tokenizer.path)) as chunks:
             for piece, stored, chunk in chunks:
@@ -177,6 +178,12 @@ def finish(job: TokenizeJob) -> dict:
     if missing := [shard for shard, report in enumerate(reports) if report is None]:
         named = ", ".join(map(str, missing[:10])) + (", ..." if len(missing) > 10 else "")
         raise InputError(f"{job.prefix}: {len(missing)} of {job.num_shards} shards are missing: {named}")
+    if not any(report["documents"] for report in reports):
+        for path in (
+            file_of(job.shard_prefix(n), end) for n in range(job.num_shards) for end in (".idx", ".bin", ".json")
+        ):
+            path.unlink(missing_ok=True)
+        raise InputError(f"0 documents written to {job.prefix}: every record of every shard was skipped")
     if job.num_shards == 1:
         report = reports[0]
     else:
@@ -257,8 +264,8 @@ def job_of(arguments: argparse.Namespace) -> TokenizeJob:
     prefix, key = arguments.output_prefix, arguments.json_key
     if "/" in key or not prefix.name:
         raise InputError(f"--output_prefix {prefix} and --json_key {key} make no file name")
-    if arguments.num_shards < 1 or arguments.max_record_mb <= 0:
-        raise InputError("--num_shards and --max_record_mb must be positive")
+    if not 1 <= arguments.num_shards < 100_000 or arguments.max_record_mb <= 0:
+        raise InputError("--num_shards must lie in 1 .. 99999, and --max_record_mb be positive")
     sources = inputs_of(arguments)
     tokenizer = TextTokenizer(arguments.tokenizer, arguments.eod_token)
     if arguments.append_eod == "true" and tokenizer.end_id is None:

@@ -15,7 +15,6 @@ import hashlib
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 if __package__ in (None, ""):
@@ -27,14 +26,13 @@ import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, collate, rank_samples
 from recipes.training import distributed
+from recipes.training.loop import parse_arguments
 from recipes.training.prepare import prepare, training_stream
 from recipes.training.schedule import recipe_factor
 
 
 def prepared_case(case: dict, world: int):
-    arguments = SimpleNamespace(
-        recipe=case["recipe"], overrides=case["overrides"], deepspeed_config=None, resume="none"
-    )
+    arguments = parse_arguments("", ["--recipe", case["recipe"], "--resume", "none", *case["overrides"]])
     return prepare(arguments, world, distributed.choose_accelerator(), content=False)
 
 

@@ -341,3 +341,28 @@ def test_seen_hashes_stay_few_sorted_arrays():
             before.add(value)
         assert seen.add_new(hashes).tolist() == expected
     assert len(seen._arrays) <= 12 and sum(map(len, seen._arrays)) == len(before)
+
+
+def test_a_shard_of_which_no_document_stays_is_empty_and_the_others_are_read(corpus, tmp_path):
+    lines = [json.dumps({"text": f"document {n}"}) for n in range(20)]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines + lines + lines[:5]) + "\n")
+    words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(corpus / "tokenizer"), "--deduplicate"]
+    tokenize_files.main([*words, "--output_prefix", str(tmp_path / "one")])
+    tokenize_files.main([*words, "--output_prefix", str(tmp_path / "cut"), "--num_shards", "5"])
+    counts = [
+        json.loads((tmp_path / f"cut_text_document_0000{n}_of_00005.json").read_text())["documents"] for n in range(5)
+    ]
+    assert sum(counts) == 20 and counts[3:] == [0, 0]
+    one, cut = (open_tokens(tmp_path / f"{name}_text_document") for name in ("one", "cut"))
+    assert len(cut) == 20 and [cut.document(n).tolist() for n in range(20)] == [
+        one.document(n).tolist() for n in range(20)
+    ]
+    assert cut.lengths_hash == one.lengths_hash
+
+
+def test_nothing_left_in_any_shard_is_an_error_and_leaves_no_output(corpus, tmp_path):
+    (tmp_path / "in.jsonl").write_text('{"text": ""}\n' * 10)
+    words = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", str(corpus / "tokenizer")]
+    with pytest.raises(InputError, match="0 documents written to .*cut_text_document: every record of every shard"):
+        tokenize_files.main([*words, "--output_prefix", str(tmp_path / "cut"), "--num_shards", "3"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in.jsonl"]
