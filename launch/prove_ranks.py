@@ -70,7 +70,7 @@ def run_case(case: dict) -> dict:
     else:
         from recipes.training.pipeline import build_engine, train_step
     stream = training_stream(recipe)
-    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": [], "applied": []}
+    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": [], "applied": [], "bad_ranks": []}
     with fresh_deepspeed():
         engine = build_engine(prepared)
         initial = whole_weights(engine, prepared)

@@ -172,6 +172,9 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         if metrics is not None and (due(recipe.monitor.log_every_steps) or not result.applied):
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
+        if not result.applied:
+            ranks = ", ".join(map(str, result.bad_ranks)) or "none: the gradients alone"
+            logger.warning("step %d had no update; ranks with a loss that is not finite: %s", progress.step, ranks)
         skips.check(progress.step, result.applied)
         saver.advance(*saving)
         if replicas is not None and progress.step % recipe.guards.replica_check_every == 0:

@@ -36,7 +36,7 @@ from recipes.training.ds_config import engine_config, precision, zero_stage
 from recipes.training.engine import forget_empty_step, recompute_activations
 from recipes.training.losses import token_loss_sum, z_loss_sum
 from recipes.training.schedule import recipe_factor
-from recipes.training.step import StepResult, guard_stage_0
+from recipes.training.step import StepResult, guard_stage_0, ranks_not_finite
 
 logger = logging.getLogger("recipes")
 
@@ -73,12 +73,13 @@ class PipelineLoss:
         self.cross_entropy = self.cross_entropy + cross_entropy.detach()
         return total * factor
 
-    def take(self, device) -> torch.Tensor:
-        """The cross-entropy added up since the last call, of all ranks together; each on every rank."""
-        total = torch.zeros((), device=device) + self.cross_entropy
+    def take(self, device) -> tuple[torch.Tensor, torch.Tensor]:
+        """The cross-entropy added up since the last call: this rank's own, and that of all ranks together."""
+        own = torch.zeros((), device=device) + self.cross_entropy
         self.cross_entropy = 0.0
+        total = own.clone()
         dist.all_reduce(total)
-        return total
+        return own, total
 
 
 def build_engine(prepared):
@@ -232,16 +233,17 @@ def train_step(engine, batch: StepBatch, sizes, flags=list) -> StepResult:
     factor = torch.tensor(sizes.accumulation * sizes.data / max(tokens, 1), device=engine.device)
     lr = engine.lr_scheduler.get_last_lr()[0]
     engine.train_batch(_micro_batches(engine, batch, factor))
-    loss = engine.module.loss_fn.take(engine.device) / sizes.tensor  # the last stage's ranks alone have one
-    grad_norm = engine.get_global_grad_norm()
+    own_loss, loss = engine.module.loss_fn.take(engine.device)  # the last stage's ranks alone have one
+    grad_norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
     return StepResult(
-        loss=loss.item() / max(tokens, 1),
+        loss=loss.item() / sizes.tensor / max(tokens, 1),
         grad_norm=None if grad_norm is None else float(grad_norm),
         lr=lr,
         tokens=tokens,
-        applied=engine.was_step_applied(),
+        applied=applied,
         flags=tuple(count > 0 for count in raised),
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
+        bad_ranks=() if applied else ranks_not_finite(own_loss),
     )
 
 
@@ -260,5 +262,5 @@ def validate(engine, stream: SampleStream, samples: int, sizes, rank: int) -> tu
     tokens = torch.tensor(total, dtype=torch.int64, device=engine.device)
     dist.all_reduce(tokens)
     tokens = int(tokens) // (sizes.tensor * sizes.pipeline)
-    loss = engine.module.loss_fn.take(engine.device).item() / sizes.tensor
+    loss = engine.module.loss_fn.take(engine.device)[1].item() / sizes.tensor
     return loss / max(tokens, 1), tokens

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, StepBatch, collate, rank_samples
 from data_prep.samples import SampleStream
+from recipes.training import distributed
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class StepResult:
         flags: of train_step's `flags`, each true where any rank's is.
         loss_scale: of fp16 training, else None.
         expert_load: of each layer with experts, tokens of the busiest expert / tokens of the average one; else None.
+        bad_ranks: where the update was left out, the ranks whose own loss was not finite.
     """
 
     loss: float
@@ -37,6 +39,7 @@ class StepResult:
     flags: tuple[bool, ...]
     loss_scale: float | None
     expert_load: list[float] | None = None
+    bad_ranks: tuple[int, ...] = ()
 
     def metrics(self) -> dict:
         """The values of metrics.jsonl that come from here."""
@@ -101,21 +104,28 @@ def train_step(
             expert_use = sums["expert_use"] if expert_use is None else expert_use + sums["expert_use"]
     # The flags travel with the loss, so that all ranks act on them at the same step.
     totals = torch.cat([loss_sum[None], loss_sum.new_tensor(flags(), dtype=loss_sum.dtype)])
-    dist.all_reduce(totals)
+    dist.all_reduce(totals)  # a copy: loss_sum stays this rank's own
     loss, *raised = totals.tolist()
     if expert_use is not None:
         dist.all_reduce(expert_use)
-    grad_norm = engine.get_global_grad_norm()
+    grad_norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
     return StepResult(
         loss=loss / sizes.tensor / max(int(tokens), 1),
         grad_norm=None if grad_norm is None else float(grad_norm),
         lr=lr,
         tokens=int(tokens),
-        applied=engine.was_step_applied(),
+        applied=applied,
         flags=tuple(count > 0 for count in raised),
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
         expert_load=None if expert_use is None else (expert_use.amax(1) / expert_use.mean(1).clamp(min=1)).tolist(),
+        bad_ranks=() if applied else ranks_not_finite(loss_sum),
     )
+
+
+def ranks_not_finite(own_loss: torch.Tensor) -> tuple[int, ...]:
+    """The ranks whose `own_loss` is NaN or infinite; to be called by all of them."""
+    finite = distributed.gather(bool(torch.isfinite(own_loss)))
+    return tuple(rank for rank, one in enumerate(finite) if not one)
 
 
 def guard_stage_0(engine, tensor_group=None, pipe_group=None) -> None:

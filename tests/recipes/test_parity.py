@@ -192,6 +192,8 @@ def test_every_layout_equals_plain_torch(plain, results, ranks, name):
     assert ours["applied"] == [step != poison for step in range(STEPS)]
     if poison is not None:
         assert not math.isfinite(ours["loss"][poison])
+        # Tensor ranks share their loss, but only the last one's was made NaN.
+        assert ours["bad_ranks"] == [[ranks - 1] if step == poison else [] for step in range(STEPS)]
 
 
 @pytest.mark.parametrize(("ranks", "name"), ALL)
