@@ -161,6 +161,8 @@ class Saver:
         self.finish()
         if self.uploader is not None:
             self.uploader.finish()
+            if dist.get_rank() == 0 and (kept := checkpoint_files.checkpoints(self.directory)):
+                self._retire(kept[-1])  # what an upload still needed
 
     def _next_stage(self) -> None:
         step, rank = self._manifest["step"], dist.get_rank()
@@ -181,15 +183,18 @@ class Saver:
                 self.uploader.begin(path)
 
     def _publish(self, step: int, manifest: dict) -> None:
-        keep = self.recipe.checkpoint
         path = checkpoint_files.publish(self.directory, step, manifest)
-        if keep.keep_last is not None:
-            needed = self.uploader.needed() if self.uploader is not None else []
-            for old in checkpoint_files.retire(path, keep.keep_last, keep.keep_every, needed):
-                logger.info("deleted %s", old)
+        self._retire(path)
         free, size = shutil.disk_usage(self.directory).free, checkpoint_files.size_of(path)
         if free < 2 * size:
             logger.warning("room for %.1f more checkpoints is left in %s", free / size, self.directory)
+
+    def _retire(self, newest: Path) -> None:
+        keep = self.recipe.checkpoint
+        if keep.keep_last is not None:
+            needed = self.uploader.needed() if self.uploader is not None else []
+            for old in checkpoint_files.retire(newest, keep.keep_last, keep.keep_every, needed):
+                logger.info("deleted %s", old)
 
 
 def _in_folders(path: Path) -> list[str]:
