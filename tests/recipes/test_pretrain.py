@@ -247,12 +247,14 @@ def test_a_second_start_leaves_the_first_alone(tmp_path):
 def test_starting_anew_moves_the_old_run_aside(runs, tmp_path):
     folder = tmp_path / "copy"
     shutil.copytree(runs[0], folder)
-    finished = launch_run(folder / "tiny.yaml", "--resume", "none", "schedule.steps=2", "data.order=megatron", ranks=1)
+    finished = launch_run(
+        folder / "tiny.yaml", "--resume", "none", "schedule.steps=2", "data.order=megatron", "data.phases=null", ranks=1
+    )
     assert finished.code == 0 and "was moved to" in finished.output, finished.output
     assert (folder / "runs" / "tiny.replaced_1" / "checkpoints" / "global_step14").is_dir()
     assert [p.name for p in checkpoint_files.checkpoints(folder / "runs" / "tiny" / "checkpoints")] == ["global_step2"]
     # Megatron's order is made for a number of samples: a longer schedule would change it.
-    finished = launch_run(folder / "tiny.yaml", "schedule.steps=4", "data.order=megatron", ranks=1)
+    finished = launch_run(folder / "tiny.yaml", "schedule.steps=4", "data.order=megatron", "data.phases=null", ranks=1)
     assert finished.code == 2 and "has an order made for 16 samples, the schedule now asks for 32" in finished.last_line
 
 

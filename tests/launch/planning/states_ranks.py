@@ -60,7 +60,7 @@ def allocated(prepared) -> int:
 
     def train(step: int) -> None:
         batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
-        train_step(engine, batch, sizes, stop=lambda: False)
+        train_step(engine, batch, sizes)
 
     train(0)  # the optimizer's states come with it
     with (
