@@ -6,6 +6,7 @@ them in chunks. It knows how to name each record in a message, and how many stor
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import functools
 import gzip
@@ -44,7 +45,7 @@ class Records:
 
 
 @dataclass(frozen=True)
-class Source:
+class Source(abc.ABC):
     """One stored file, or a dataset.
 
     Attributes:
@@ -79,12 +80,12 @@ class Source:
         """NAME:N of a record, N counted from 1 at the start of the source."""
         return f"{self.name}:{_records_before(self, start) + number + 1}"
 
+    @abc.abstractmethod
     def chunks(self, start: int, stop: int, key: str, most_bytes: int) -> Iterator[Records]:
         """Records between two positions, in chunks of about CHUNK_BYTES; none of more than `most_bytes` is held.
 
         Raises InputError, naming the source, when it can't be read or has no such column.
         """
-        raise NotImplementedError
 
     def describe(self) -> dict:
         """What the record of the output keeps of it."""

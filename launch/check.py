@@ -13,11 +13,11 @@ from pathlib import Path
 
 from data_prep.errors import InputError, run_command
 from launch.hardware import Hardware, check_topology, hardware_of, kind_of
-from launch.planning.memory import checkpoint_bytes
 from launch.planning.shape import shape_of
 from launch.planning.speed import step_time, work_of
 from launch.run import find_accelerator
 from recipes import models
+from recipes.training import checkpoint_files
 from recipes.training.ds_config import load_ds_config, precision, zero_stage
 from recipes.training.prepare import Prepared, prepare
 from recipes.training.remarks import remarks
@@ -69,7 +69,7 @@ def check_space(prepared: Prepared) -> list[str]:
     """Refuse an output_dir that one checkpoint does not fit; warn where a second does not."""
     recipe = prepared.recipe
     parameters = models.family(recipe.model.family).parameter_count(recipe.model)
-    need = checkpoint_bytes(parameters, prepared.ds_config)
+    need = checkpoint_files.expected_bytes(parameters, prepared.ds_config)
     there = next(path for path in [recipe.run_directory, *recipe.run_directory.parents] if path.exists())
     free = shutil.disk_usage(there).free
     said = f"output_dir: one checkpoint takes {need / 1e9:,.1f} GB, {there} has {free / 1e9:,.1f} GB free"

@@ -17,11 +17,11 @@ from data_prep.errors import InputError, run_command
 from data_prep.files import write_text
 from launch.check import all_remarks, check, check_parser, hardware_for
 from launch.hardware import Hardware, Kind, check_topology, kind_of
-from launch.planning.memory import FRAGMENTATION, FRAMEWORK_GIB, GIB, Memory, checkpoint_bytes, fullest_rank
+from launch.planning.memory import FRAGMENTATION, FRAMEWORK_GIB, GIB, Memory, fullest_rank
 from launch.planning.shape import shape_of
 from launch.planning.speed import StepTime, calibration, step_time, work_of
 from recipes import models
-from recipes.training import ds_config
+from recipes.training import checkpoint_files, ds_config
 from recipes.training.ds_config import precision, zero_stage
 from recipes.training.prepare import Prepared
 from recipes.training.sizes import MICRO, Sizes, resolve_sizes
@@ -70,7 +70,7 @@ class Plan:
     @property
     def checkpoint(self) -> int:
         recipe = self.prepared.recipe
-        return checkpoint_bytes(
+        return checkpoint_files.expected_bytes(
             models.family(recipe.model.family).parameter_count(recipe.model), self.prepared.ds_config
         )
 
@@ -95,15 +95,13 @@ def make_plan(prepared: Prepared, sizes: Sizes, kind: Kind, hardware: Hardware) 
 
 def sizes_for(prepared: Prepared, devices: int) -> Sizes:
     recipe, config = prepared.recipe, prepared.ds_config
-    pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
-    return resolve_sizes(recipe.global_batch_size, config, devices, **ds_config.parallel_sizes(config, pipeline))
+    return resolve_sizes(recipe.global_batch_size, config, devices, **ds_config.parallel_sizes(config, recipe.pipeline))
 
 
 def usable_devices(prepared: Prepared, devices: int) -> str:
     """Which numbers of devices near `devices` the layout and the batch can use."""
     recipe, config = prepared.recipe, prepared.ds_config
-    pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
-    parallel = ds_config.parallel_sizes(config, pipeline)
+    parallel = ds_config.parallel_sizes(config, recipe.pipeline)
     unit = parallel["tensor"] * parallel["pipeline"] * parallel["sequence"] * parallel["expert"]
 
     def works(number: int) -> bool:

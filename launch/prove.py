@@ -205,7 +205,7 @@ def main(argv: list[str] | None = None) -> int:
     path, *changes = arguments.overrides
     recipe, overrides = load_recipe(path, changes, arguments.deepspeed_config)
     config = load_ds_config(recipe.deepspeed_config, overrides)
-    sizes = parallel_sizes(config, recipe.pipeline if recipe.pipeline.stages is not None else None)
+    sizes = parallel_sizes(config, recipe.pipeline)
     kinds = [kind for kind in KINDS if sizes[kind] > 1]
     layouts, here = walk(kinds), devices_here(arguments.device)
     print(

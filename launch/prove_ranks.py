@@ -109,7 +109,7 @@ def poisoned(active: bool):
 def run_plain(case: dict) -> dict:
     """The same steps in plain torch: one process, one batch, no engine; cross-entropy, clipping, and an optimizer of torch."""
     from recipes import models
-    from recipes.models.balance import sequence_balance_loss
+    from recipes.models.balance import sequence_balance
     from recipes.models.build import build_model, parameter_groups
 
     prepared = prepared_case(case, 1)
@@ -139,7 +139,7 @@ def run_plain(case: dict) -> dict:
         kept = labels.flatten() != IGNORED_LABEL
         total = loss + recipe.loss.z_loss * (logits.logsumexp(-1) ** 2)[kept].mean()
         if balance:
-            sums = sequence_balance_loss(output.router_logits, labels, settings.num_experts_per_tok)
+            sums, _ = sequence_balance(output.router_logits, labels, settings.num_experts_per_tok)
             total = total + balance * sums / kept.sum()
         optimizer.zero_grad()
         total.backward()
@@ -164,6 +164,7 @@ def whole_weights(engine, prepared) -> dict[str, torch.Tensor]:
     from deepspeed.utils import groups
 
     from recipes import models
+    from recipes.training import universal
 
     recipe, sizes = prepared.recipe, prepared.sizes
     plan = models.family(recipe.model.family).TENSOR_PLAN
@@ -182,17 +183,17 @@ def whole_weights(engine, prepared) -> dict[str, torch.Tensor]:
             value = parameter.detach().float().cpu().clone()
         name = name if names is None else names[name]
         module = name.removesuffix(".weight")
-        if ".experts.w" in name and sizes.expert > 1:
+        if sizes.expert > 1 and name.endswith((universal.GATE, universal.UP, universal.DOWN)):
             value = _gathered(value, groups._get_expert_parallel_group(parameter.group_name), 0)
         elif tensor_group is not None and module.endswith((*plan["column"], *plan["row"])):
             value = _gathered(value, tensor_group, 0 if module.endswith(plan["column"]) else 1)
         whole[name] = value
-    # AutoEP's names and order: w1 gate, w3 up, w2 down.
-    for name in [name for name in whole if name.endswith(".experts.w1")]:
-        stem = name.removesuffix("w1")
-        whole[f"{stem}gate_up_proj"] = torch.cat([whole.pop(name), whole.pop(f"{stem}w3")], dim=1)
-        whole[f"{stem}down_proj"] = whole.pop(f"{stem}w2")
-    return {name.replace("mlp.router.gate", "mlp.gate"): value for name, value in whole.items()}
+    for name in [name for name in whole if name.endswith(universal.GATE)]:
+        layer = name.removesuffix(universal.GATE)
+        both = [whole.pop(layer + ending) for ending in (universal.GATE, universal.UP)]
+        whole[layer + universal.FUSED] = torch.cat(both, dim=1)
+        whole[layer + universal.FUSED_DOWN] = whole.pop(layer + universal.DOWN)
+    return {universal.whole_name(name): value for name, value in whole.items()}
 
 
 def agreed(values: dict[str, str]) -> dict[str, str]:

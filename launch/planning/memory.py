@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from launch.planning.shape import BYTES, Layer, Shape, on_rank, stages_of
-from recipes.training.ds_config import precision, zero_stage
+from recipes.training.ds_config import optimizer_states, precision, zero_stage
 
 GIB = 2**30
 FRAMEWORK_GIB = 2.0  # CUDA context, libraries, NCCL's own buffers
 FRAGMENTATION = 0.05  # of what changes from moment to moment
-STATES = {"adam": 2, "adamw": 2, "lion": 1, "adagrad": 1, "muon": 1, "sgd": 0}  # fp32 values a parameter; others: 2
 ENGINE_BUCKET = 500_000_000  # elements that DeepSpeed reduces at once where no bucket size is read
 
 
@@ -100,7 +99,7 @@ def model_states(config: dict, sizes, mine: list[Layer]) -> dict:
     size, stage = BYTES[precision(config)], zero_stage(config)
     zero = config.get("zero_optimization", {})
     sums = BYTES[config.get("data_types", {}).get("grad_accum_dtype") or precision(config)]
-    moments = STATES.get(config["optimizer"]["type"].lower(), 2)
+    moments = optimizer_states(config)
     experts = sum(layer.experts for layer in mine)
     dense = sum(layer.parameters for layer in mine) - experts
     spread = sizes.data * sizes.sequence
@@ -171,10 +170,3 @@ def activations(recipe, sizes, shape: Shape, mine: list[Layer], low: str) -> tup
         chunk = min(recipe.loss.chunk_tokens or tokens, tokens)
         logits = chunk * shape.vocabulary * (2 * size + 8 if low != "fp32" else 12)
     return int(kept), int(recomputed), logits
-
-
-def checkpoint_bytes(parameters: int, config: dict) -> int:
-    """Of one checkpoint: weights, fp32 master weights where there are, and optimizer states."""
-    moments = STATES.get(config["optimizer"]["type"].lower(), 2)
-    master = 0 if zero_stage(config) == 0 and precision(config) == "fp32" else 4
-    return parameters * (BYTES[precision(config)] + master + 4 * moments)

@@ -39,8 +39,7 @@ def search(recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware) -
         try:
             ds_config.check_ds_config(variant, "", kind_accelerator(kind))
             ds_config.check_layout(changed, variant, "", kind_accelerator(kind))
-            pipeline = changed.pipeline if changed.pipeline.stages is not None else None
-            parallel = ds_config.parallel_sizes(variant, pipeline)
+            parallel = ds_config.parallel_sizes(variant, changed.pipeline)
             sizes = resolve_sizes(changed.global_batch_size, variant, hardware.devices, **parallel)
             check_topology(sizes, hardware, "")
         except InputError:

@@ -7,8 +7,11 @@ import torch
 from data_prep.loader import IGNORED_LABEL
 
 
-def sequence_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int) -> torch.Tensor:
-    """Balance loss summed over tokens, in fp32: added, times its coefficient, to the sum of token losses.
+def sequence_balance(
+    router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(balance loss summed over tokens, in fp32, to be added, times its coefficient, to the sum of token losses;
+    fp32 [layers, experts] labelled tokens that chose each expert, detached).
 
     For a sequence of T labelled tokens and a layer of E experts: E · Σ_e f_e · P_e, with f_e the number of its tokens
     that chose expert e divided by T, P_e the mean of their router probability (softmax over all experts) of e. This is
@@ -25,24 +28,12 @@ def sequence_balance_loss(router_logits: tuple[torch.Tensor, ...], labels: torch
     """
     kept = (labels != IGNORED_LABEL).unsqueeze(-1)  # [batch, sequence, 1]
     tokens = kept.sum(dim=1).clamp(min=1)  # [batch, 1]
-    total = torch.zeros((), device=labels.device)
+    total, uses = torch.zeros((), device=labels.device), []
     for logits in router_logits:
         probabilities = logits.float().softmax(dim=-1).view(*labels.shape, -1)
         chosen = probabilities.detach().topk(top_k, dim=-1).indices
-        used = torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0)
+        used = (torch.zeros_like(probabilities).scatter_(-1, chosen, 1.0) * kept).sum(dim=1)  # [batch, experts]
         # T · E · Σ_e (uses / T) · (probability / T)
-        total = total + ((used * kept).sum(dim=1) * (probabilities * kept).sum(dim=1) / tokens).sum() * logits.shape[-1]
-    return total / len(router_logits)
-
-
-@torch.no_grad()
-def expert_use(router_logits: tuple[torch.Tensor, ...], labels: torch.Tensor, top_k: int) -> torch.Tensor:
-    """How many labelled tokens chose each expert, fp32 [layers, experts]. Arguments as `sequence_balance_loss`."""
-    kept = (labels.flatten() != IGNORED_LABEL).float().unsqueeze(-1)
-    chosen = [logits.topk(top_k, dim=-1).indices for logits in router_logits]
-    return torch.stack(
-        [
-            torch.zeros_like(logits, dtype=torch.float32).scatter_(-1, indices, 1.0).mul_(kept).sum(dim=0)
-            for logits, indices in zip(router_logits, chosen, strict=True)
-        ]
-    )
+        total = total + (used * (probabilities * kept).sum(dim=1) / tokens).sum() * logits.shape[-1]
+        uses.append(used.sum(dim=0))
+    return total / len(router_logits), torch.stack(uses)

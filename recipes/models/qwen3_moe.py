@@ -3,7 +3,7 @@
 The router's probabilities are a softmax over all experts; the k largest are taken, rescaled to sum to 1 under
 norm_topk_prob. transformers keeps a layer's experts stacked: `mlp.experts.gate_up_proj` [experts, 2 · width, hidden]
 and `mlp.experts.down_proj` [experts, hidden, width]. Nothing in the forward pass balances the experts: that is
-balance.sequence_balance_loss, weighted with router_aux_loss_coef.
+balance.sequence_balance, weighted with router_aux_loss_coef.
 """
 
 from __future__ import annotations

@@ -207,7 +207,7 @@ def layout(engine, sizes) -> dict:
     return {**checkpoint_files.layout(engine.config, sizes), "pipeline_parts": parts}
 
 
-def choose(recipe, sizes) -> Path | None:
+def choose(recipe) -> Path | None:
     """The checkpoint to resume from, the same on every rank, its checksums verified; None for a fresh start.
 
     Raises InputError, on every rank, when checkpoints are there but none is usable.
@@ -228,14 +228,20 @@ def choose(recipe, sizes) -> Path | None:
             raise InputError(fault)
         if found.chosen is None:
             return None
-        names = list(checkpoint_files.read_manifest(found.chosen)["files"])[rank :: sizes.world]
-        faults = [f for f in distributed.gather(checkpoint_files.damaged_because(found.chosen, names)) if f]
-        if not faults:
+        fault = damage(found.chosen)
+        if fault is None:
             break
-        damaged[found.chosen] = faults[0]
+        damaged[found.chosen] = fault
     for path, why in found.passed_over:
         logger.warning("passing over %s: %s", path, why)
     return found.chosen
+
+
+def damage(path: Path) -> str | None:
+    """Why files of a checkpoint do not have their checksums, None when all do; each rank reads its part."""
+    names = list(checkpoint_files.read_manifest(path)["files"])[dist.get_rank() :: dist.get_world_size()]
+    faults = distributed.gather(checkpoint_files.damaged_because(path, names))
+    return next((fault for fault in faults if fault is not None), None)
 
 
 def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = False) -> Progress:

@@ -22,7 +22,7 @@ import xxhash
 
 from data_prep.errors import InputError
 from data_prep.files import fsync_directory, write_text
-from recipes.training.ds_config import precision, zero_stage
+from recipes.training.ds_config import optimizer_states, precision, zero_stage
 
 TAG = re.compile(r"global_step(\d+)")
 MANIFEST = "manifest.json"
@@ -181,6 +181,13 @@ def open_remote(url: str):
     import fsspec
 
     return fsspec.core.url_to_fs(url, use_listings_cache=False)
+
+
+def expected_bytes(parameters: int, ds_config: dict) -> int:
+    """Size of a checkpoint: weights, fp32 master weights where there are, and optimizer states."""
+    low = precision(ds_config)
+    master = 0 if zero_stage(ds_config) == 0 and low == "fp32" else 4
+    return parameters * ((4 if low == "fp32" else 2) + master + 4 * optimizer_states(ds_config))
 
 
 def size_of(path: Path) -> int:

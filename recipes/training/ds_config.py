@@ -286,18 +286,13 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
         )
 
 
-def parallel_sizes(config: dict, pipeline=None) -> dict[str, int]:
-    """Ranks of each kind, as `resolve_sizes` takes them, from the JSON and the recipe's pipeline section.
-
-    Args:
-        pipeline: settings.PipelineSettings with stages, or None without pipeline stages.
-    """
-    expert = config.get("expert_parallel", {})
+def parallel_sizes(config: dict, pipeline) -> dict[str, int]:
+    """Ranks of each kind, as `resolve_sizes` takes them, from the JSON and the recipe's pipeline section."""
+    staged, expert = pipeline.stages is not None, config.get("expert_parallel", {})
+    tensor = pipeline.tensor_parallel_size if staged else config.get("tensor_parallel", {}).get("autotp_size") or 1
     return {
-        "tensor": pipeline.tensor_parallel_size
-        if pipeline
-        else config.get("tensor_parallel", {}).get("autotp_size") or 1,
-        "pipeline": pipeline.stages if pipeline else 1,
+        "tensor": tensor,
+        "pipeline": pipeline.stages if staged else 1,
         "sequence": config.get("sequence_parallel_size", 1),
         "expert": expert.get("autoep_size", 1) if expert.get("enabled") else 1,
     }
@@ -319,11 +314,11 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
             refuse(key, f"{value!r} must be a positive integer")
     if accelerator == "cpu" and recipe.compute.attention.startswith("flash"):
         raise InputError(f"compute.attention {recipe.compute.attention} needs a GPU; use sdpa")
-    pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
-    sizes, stage, model = parallel_sizes(config, pipeline), zero_stage(config), recipe.model
+    pipeline, stage, model = recipe.pipeline, zero_stage(config), recipe.model
+    sizes = parallel_sizes(config, pipeline)
     tensor, sequence, expert = sizes["tensor"], sizes["sequence"], sizes["expert"]
     experts = getattr(model, "num_experts", None) or getattr(model, "n_routed_experts", None)
-    if pipeline is not None:
+    if pipeline.stages is not None:
         for key in ("tensor_parallel", "expert_parallel", "sequence_parallel_size"):
             if key in config:
                 mend = (
@@ -360,7 +355,7 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
                 f"{expert} with tensor_parallel.autotp_size {tensor} is what DeepSpeed calls folding, an experiment; "
                 "keep one of the two",
             )
-        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
             value = getattr(model, key, None)
             if value is not None and value % tensor:
                 refuse("tensor parallel size", f"{tensor} does not divide model.{key} {value}")
@@ -412,6 +407,12 @@ def engine_config(config: dict, sizes: Sizes) -> dict:
 
 def zero_stage(config: dict) -> int:
     return config.get("zero_optimization", {}).get("stage", 0)
+
+
+def optimizer_states(config: dict) -> int:
+    """fp32 values that the optimizer keeps for a parameter, a master weight not counted."""
+    states = {"lion": 1, "adagrad": 1, "muon": 1, "sgd": 0}
+    return states.get(config["optimizer"]["type"].lower(), 2)
 
 
 def precision(config: dict) -> str:

@@ -79,10 +79,10 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     if (warning := probe.check_checkpoint_directory(recipe, prepared.ds_config, place.rank)) is not None:
         logger.warning(warning)
     upload.fetch(recipe, prepared.ds_config, sizes)
-    resume_from = checkpoint.choose(recipe, sizes)
+    resume_from = checkpoint.choose(recipe)
     branch_from = None
     if resume_from is None and recipe.checkpoint.branch_from is not None:
-        branch_from = parents.verified(recipe.checkpoint.branch_from, sizes, place.rank)
+        branch_from = parents.verified(recipe.checkpoint.branch_from)
     elif resume_from is None and recipe.checkpoint.start_from is not None:
         prepared = parents.with_parent_weights(prepared, place.rank)
     order_samples = checkpoint_files.order_samples(recipe, resume_from)
@@ -126,7 +126,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         nonlocal progress
         saver.finish()
         latest = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="latest"))
-        path = checkpoint.choose(latest, sizes)
+        path = checkpoint.choose(latest)
         if path is None:
             logger.warning("step %d: %s; there is no checkpoint to go back to", progress.step, why)
             return

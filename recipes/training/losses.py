@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data_prep.loader import IGNORED_LABEL
-from recipes.models.balance import expert_use, sequence_balance_loss
+from recipes.models.balance import sequence_balance
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -78,9 +78,9 @@ def attach_loss(model, settings, loss) -> None:
         sums = {"trained": cross_entropy + loss.z_loss * z, "cross_entropy": cross_entropy.detach()}
         if (router_logits := getattr(outputs, "router_logits", None)) is not None:
             top_k = settings.num_experts_per_tok
-            sums["expert_use"] = expert_use(router_logits, labels, top_k)
-            if balance:
-                sums["trained"] = sums["trained"] + balance * sequence_balance_loss(router_logits, labels, top_k)
+            with torch.set_grad_enabled(torch.is_grad_enabled() and balance > 0):
+                imbalance, sums["expert_use"] = sequence_balance(router_logits, labels, top_k)
+            sums["trained"] = sums["trained"] + balance * imbalance
         return sums
 
     model.forward = types.MethodType(forward, model)

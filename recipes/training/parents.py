@@ -26,11 +26,11 @@ def with_parent_weights(prepared: Prepared, rank: int) -> Prepared:
     return replace(prepared, recipe=replace(recipe, model=model))
 
 
-def verified(reference: str, sizes, rank: int) -> Path:
+def verified(reference: str) -> Path:
     """The checkpoint that RUN@STEP names, its checksums verified on all ranks together. Raises InputError."""
+    from recipes.training.checkpoint import damage
+
     path = checkpoint_files.parent_checkpoint(reference)
-    names = list(checkpoint_files.read_manifest(path)["files"])[rank :: sizes.world]
-    faults = [fault for fault in distributed.gather(checkpoint_files.damaged_because(path, names)) if fault]
-    if faults:
-        raise InputError(f"{path}: {faults[0]}; take another step")
+    if (fault := damage(path)) is not None:
+        raise InputError(f"{path}: {fault}; take another step")
     return path

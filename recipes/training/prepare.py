@@ -67,8 +67,7 @@ def _prepare(arguments, world_size, accelerator, files, content, script) -> Prep
     where = " ".join([recipe.deepspeed_config, *(f"ds.{override}" for override in overrides)])
     ds_config.check_ds_config(config, where, accelerator)
     ds_config.check_layout(recipe, config, where, accelerator)
-    pipeline = recipe.pipeline if recipe.pipeline.stages is not None else None
-    parallel = ds_config.parallel_sizes(config, pipeline)
+    parallel = ds_config.parallel_sizes(config, recipe.pipeline)
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size, **parallel)
     if not files:
         return Prepared(recipe, config, sizes)

@@ -11,7 +11,6 @@ from pathlib import Path
 from data_prep.errors import InputError
 from recipes import models
 from recipes.training import checkpoint_files, distributed
-from recipes.training.ds_config import precision
 
 
 def check_checkpoint_directory(recipe, config: dict, rank: int) -> str | None:
@@ -45,13 +44,13 @@ def check_checkpoint_directory(recipe, config: dict, rank: int) -> str | None:
 
 
 def checkpoint_bytes(recipe, config: dict) -> int:
-    """Size of the newest checkpoint, or an estimate: weights, and three fp32 numbers for each (master copy, two moments)."""
+    """Size of the newest checkpoint, or what one is expected to take."""
     earlier = checkpoint_files.checkpoints(recipe.run_directory / "checkpoints")
     for path in reversed(earlier):
         if checkpoint_files.incomplete_because(path) is None:
             return checkpoint_files.size_of(path)
     parameters = models.family(recipe.model.family).parameter_count(recipe.model)
-    return parameters * ((4 if precision(config) == "fp32" else 2) + 3 * 4)
+    return checkpoint_files.expected_bytes(parameters, config)
 
 
 def _write(path: Path) -> str | None:

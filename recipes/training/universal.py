@@ -105,7 +105,7 @@ def listed_parameters(engine) -> list[list]:
 
 
 def optimizer_steps(engine) -> int:
-    """What Adam counts: the updates, and one more in bf16 or fp16 without ZeRO, where DeepSpeed begins with an empty one."""
+    """The updates that the optimizer itself counts."""
     states = getattr(engine.optimizer, "optimizer", engine.optimizer).state.values()
     return max((int(state["step"]) for state in states if "step" in state), default=0)
 

@@ -100,7 +100,7 @@ def check(name: str, build, train) -> dict:
         saver.finish()
     engine.destroy()
     engine = build()
-    chosen = checkpoint.choose(recipe, SIZES)
+    chosen = checkpoint.choose(recipe)
     result["step"] = checkpoint.resume(engine, recipe, SIZES, chosen, {}).step
     result["same"] = same(before, state_of(engine))
     engine.destroy()

@@ -16,7 +16,7 @@ from recipes.training.ds_config import (
     parallel_sizes,
     precision,
 )
-from recipes.training.settings import REPOSITORY, load_recipe
+from recipes.training.settings import REPOSITORY, PipelineSettings, load_recipe
 from recipes.training.sizes import resolve_sizes
 from tests.conftest import TINY_DS_CONFIG
 
@@ -226,8 +226,9 @@ def test_stages_beyond_the_layers(tiny, stages):
 
 
 def test_parallel_sizes(tiny):
-    assert parallel_sizes({**TINY_DS_CONFIG, **TP})["tensor"] == 2
-    assert parallel_sizes({**TINY_DS_CONFIG, "expert_parallel": {"autoep_size": 2}})["expert"] == 1
+    plain = PipelineSettings()
+    assert parallel_sizes({**TINY_DS_CONFIG, **TP}, plain)["tensor"] == 2
+    assert parallel_sizes({**TINY_DS_CONFIG, "expert_parallel": {"autoep_size": 2}}, plain)["expert"] == 1
     recipe, _ = load_recipe(tiny, ["pipeline.stages=2", "pipeline.tensor_parallel_size=2"])
     check_layout(recipe, TINY_DS_CONFIG, "c.json", "cpu")
     sizes = resolve_sizes(8, TINY_DS_CONFIG, 8, **parallel_sizes(TINY_DS_CONFIG, recipe.pipeline))

@@ -8,7 +8,7 @@ from data_prep.errors import InputError
 from recipes.training import checkpoint_files, probe
 from recipes.training.settings import load_recipe
 
-FP32 = {"zero_optimization": {"stage": 1}}
+FP32 = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
 Usage = namedtuple("Usage", "total used free")
 
 
