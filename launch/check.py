@@ -20,8 +20,9 @@ from recipes import models
 from recipes.training import checkpoint_files
 from recipes.training.ds_config import load_ds_config, precision, zero_stage
 from recipes.training.prepare import Prepared, prepare
+from recipes.training.recipe_file import recipe_parser
 from recipes.training.remarks import remarks
-from recipes.training.settings import REPOSITORY, recipe_parser
+from recipes.training.settings import REPOSITORY
 
 
 def check(arguments, world_size: int | None, accelerator: str | None = None, files: bool = True) -> Prepared:

@@ -21,7 +21,8 @@ from data_prep.files import make_directory
 from monitoring.metrics import duration
 from monitoring.report import plot_loss, summarize
 from recipes.training import checkpoint_files
-from recipes.training.settings import REPOSITORY, load_recipe
+from recipes.training.recipe_file import load_recipe
+from recipes.training.settings import REPOSITORY
 
 VOCAB_SIZE = 4096
 VALIDATION_FRACTION = 0.02

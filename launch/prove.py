@@ -22,7 +22,8 @@ import yaml
 
 from data_prep.errors import InputError, run_command
 from recipes.training.ds_config import load_ds_config, parallel_sizes, zero_stage
-from recipes.training.settings import REPOSITORY, effective_yaml, load_recipe, recipe_parser
+from recipes.training.recipe_file import effective_yaml, load_recipe, recipe_parser
+from recipes.training.settings import REPOSITORY
 
 STEPS = 4
 TOLERANCE = {"fp32": 1e-4, "bf16": 3e-2}

@@ -20,7 +20,7 @@ from data_prep.errors import InputError, OneLineParser, quiet_libraries, run_com
 from data_prep.files import make_directory, replace_directory, write_json
 from recipes.training import checkpoint_files
 from recipes.training.ds_config import load_ds_config
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 
 
 def convert(recipe, checkpoint: Path, output: Path, workers: int = 1) -> None:

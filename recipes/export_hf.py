@@ -16,7 +16,8 @@ from data_prep.errors import InputError, OneLineParser, quiet_libraries, run_com
 from data_prep.files import make_directory, read_json, replace_directory, write_json
 from recipes import models
 from recipes.training import checkpoint_files
-from recipes.training.settings import Recipe, load_recipe
+from recipes.training.recipe_file import load_recipe
+from recipes.training.settings import Recipe
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 RECORD = "export.json"

@@ -15,7 +15,7 @@ from pathlib import Path
 import hjson
 
 from data_prep.errors import InputError
-from recipes.training.settings import parse_value
+from recipes.training.recipe_file import parse_value
 from recipes.training.sizes import ACCUMULATION, BATCH, MICRO, Sizes
 
 # Keys that DeepSpeed 0.19.8 reads, by section; tests/recipes/test_ds_config.py compares the sections that it defines as

@@ -13,7 +13,7 @@ from monitoring.metrics import MetricsWriter, StepClock, step_line
 from recipes import models
 from recipes.training import checkpoint_files, distributed, faults, guards, parents, probe, run_directory
 from recipes.training.prepare import Prepared, prepare, training_stream, validation_stream
-from recipes.training.settings import recipe_parser
+from recipes.training.recipe_file import recipe_parser
 
 logger = logging.getLogger("recipes")
 

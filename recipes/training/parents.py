@@ -8,7 +8,7 @@ from pathlib import Path
 from data_prep.errors import InputError
 from recipes.training import checkpoint_files, distributed
 from recipes.training.prepare import Prepared
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 
 
 def with_parent_weights(prepared: Prepared, rank: int) -> Prepared:

@@ -11,7 +11,8 @@ from pathlib import Path
 from data_prep.errors import InputError, of_file
 from data_prep.samples import DataSpec, SampleStream
 from recipes.training import checkpoint_files, ds_config
-from recipes.training.settings import SYNTHETIC, Recipe, load_recipe
+from recipes.training.recipe_file import load_recipe
+from recipes.training.settings import SYNTHETIC, Recipe
 from recipes.training.sizes import Sizes, resolve_sizes
 
 
@@ -35,7 +36,7 @@ def prepare(
     content: bool = True,
     script: str | None = None,
 ) -> Prepared:
-    """Read and check what `arguments` (of `settings.recipe_parser`) name. Raises InputError for the first mistake.
+    """Read and check what `arguments` (of `recipe_file.recipe_parser`) name. Raises InputError for the first mistake.
 
     Args:
         world_size: ranks in all; None where not known yet.

@@ -19,7 +19,8 @@ from pathlib import Path
 from data_prep.errors import InputError
 from data_prep.files import make_directory, read_json, write_json, write_text
 from recipes.training import checkpoint_files, faults
-from recipes.training.settings import REPOSITORY, effective_yaml
+from recipes.training.recipe_file import effective_yaml
+from recipes.training.settings import REPOSITORY
 
 PACKAGES = ("deepspeed", "torch", "transformers", "tokenizers", "numpy", "omegaconf")
 logger = logging.getLogger("recipes")

@@ -10,7 +10,7 @@ from launch.planning.memory import GIB
 from launch.planning.search import search
 from launch.planning.shape import shape_of
 from recipes.training.ds_config import load_ds_config
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 
 
 def planned(capsys, *arguments) -> dict:

@@ -14,7 +14,7 @@ from deepspeed.pipe import PipelineModule
 
 from recipes.models.build import build_model
 from recipes.training import async_checkpoint, checkpoint, checkpoint_files, distributed
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 from recipes.training.sizes import Sizes
 from tests.recipes.families import small
 

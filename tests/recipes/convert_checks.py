@@ -16,7 +16,7 @@ from data_prep.loader import collate, rank_samples
 from launch.prove_ranks import fresh_deepspeed, prepared_case
 from recipes.training import checkpoint, checkpoint_files, distributed, universal
 from recipes.training.prepare import training_stream
-from recipes.training.settings import effective_yaml
+from recipes.training.recipe_file import effective_yaml
 
 FOLDER, STEPS = Path(sys.argv[1]), 4
 

@@ -22,7 +22,7 @@ from recipes.training.ds_config import check_ds_config, load_ds_config
 from recipes.training.engine import build_engine
 from recipes.training.losses import token_loss_sum
 from recipes.training.prepare import Prepared
-from recipes.training.settings import effective_yaml, load_recipe
+from recipes.training.recipe_file import effective_yaml, load_recipe
 from recipes.training.sizes import Sizes, resolve_sizes
 from tests.recipes.families import SMALL
 

@@ -13,7 +13,7 @@ from data_prep.loader import IGNORED_LABEL, collate
 from recipes import convert, export_hf
 from recipes.models.build import persistent_buffers
 from recipes.training import checkpoint_files
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 from tests.conftest import launch, launch_run, make_tiny, metrics
 from tests.recipes.families import SMALL, meta_model
 

@@ -16,7 +16,8 @@ from recipes.training.ds_config import (
     parallel_sizes,
     precision,
 )
-from recipes.training.settings import REPOSITORY, PipelineSettings, load_recipe
+from recipes.training.recipe_file import load_recipe
+from recipes.training.settings import REPOSITORY, PipelineSettings
 from recipes.training.sizes import resolve_sizes
 from tests.conftest import TINY_DS_CONFIG
 

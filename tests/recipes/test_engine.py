@@ -13,7 +13,7 @@ import yaml
 
 from recipes import evaluate_model, export_hf, generate_text
 from recipes.training import checkpoint_files
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 from tests.conftest import launch, make_tiny
 from tests.recipes.families import EXAMPLE, SMALL
 

@@ -11,7 +11,7 @@ from data_prep.errors import InputError
 from recipes import models
 from recipes.models.build import build_model
 from recipes.models.hf_weights import check_config
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 from tests.recipes.families import SMALL, small
 
 

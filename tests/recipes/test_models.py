@@ -13,7 +13,7 @@ from recipes import models
 from recipes.models import decoder, deepseek_v3, llama, qwen3_moe
 from recipes.models.build import build_model, initial_values, parameter_groups, persistent_buffers
 from recipes.training.losses import token_loss_sum
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 from tests.conftest import REPOSITORY, write_tokens
 from tests.recipes.families import EXAMPLE, SMALL, checked, meta_model, residual_std, small
 

@@ -6,7 +6,7 @@ import pytest
 
 from data_prep.errors import InputError
 from recipes.training import checkpoint_files, probe
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 
 FP32 = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
 Usage = namedtuple("Usage", "total used free")

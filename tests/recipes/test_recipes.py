@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from recipes import models
-from recipes.training.settings import REPOSITORY, load_recipe
+from recipes.training.recipe_file import load_recipe
+from recipes.training.settings import REPOSITORY
 
 # name: (parameters, parameters that a token uses)
 COUNTS = {

@@ -4,7 +4,7 @@ import logging
 import pytest
 
 from recipes.training import run_directory
-from recipes.training.settings import load_recipe
+from recipes.training.recipe_file import load_recipe
 
 
 @pytest.mark.parametrize(

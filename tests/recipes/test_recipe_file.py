@@ -4,7 +4,8 @@ import pytest
 import yaml
 
 from data_prep.errors import InputError
-from recipes.training.settings import REPOSITORY, effective_yaml, load_recipe, parse_value
+from recipes.training.recipe_file import effective_yaml, load_recipe, parse_value
+from recipes.training.settings import REPOSITORY
 from tests.conftest import make_tiny
 
 
