@@ -26,6 +26,7 @@ from data_prep.files import read_json
 from recipes.training import faults
 from recipes.training.distributed import free_port
 from recipes.training.prepare import prepare
+from recipes.training.remarks import remarks
 from recipes.training.run_directory import check_unlocked
 from recipes.training.settings import REPOSITORY
 
@@ -132,8 +133,14 @@ def find_accelerator() -> str | None:
     return None
 
 
-def check_script(script: str, arguments: list[str], options: dict[str, str], accelerator: str | None) -> Path | None:
-    """Check what the entry script would check; returns its run directory, None for a script that is not ours."""
+def check_script(
+    script: str, arguments: list[str], options: dict[str, str], accelerator: str | None, tell: bool = False
+) -> Path | None:
+    """Check what the entry script would check; returns its run directory, None for a script that is not ours.
+
+    Args:
+        tell: print the warnings and notes.
+    """
     if "--module" in options:
         name = next((name for name in SCRIPTS if script == f"recipes.{name}"), None)
     else:
@@ -146,6 +153,8 @@ def check_script(script: str, arguments: list[str], options: dict[str, str], acc
     parsed = parse_arguments("", arguments)
     prepared = prepare(parsed, world_size_of(options), accelerator, script=f"recipes/{name}.py")
     check_unlocked(prepared.recipe.run_directory)
+    if tell:
+        print("".join(f"{line}\n" for line in remarks(prepared.recipe, prepared.ds_config, prepared.sizes)), end="")
     return prepared.recipe.run_directory
 
 
@@ -282,7 +291,7 @@ def main(argv: list[str] | None = None) -> int:
     options, launcher_arguments, script, arguments = split_command(argv)
     script = find_script(script, options)
     accelerator = find_accelerator()
-    run_directory = check_script(script, arguments, options, accelerator)
+    run_directory = check_script(script, arguments, options, accelerator, tell=True)
     port = check_launcher(options)
     # deepspeed's one warning says that there is no host file
     quiet = [] if "--log_level" in options else ["--log_level", "error"]

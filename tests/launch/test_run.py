@@ -177,3 +177,16 @@ def test_empty_token_file_is_named(tmp_path):
         (tmp_path / f"train{suffix}").write_bytes(b"")
     with pytest.raises(InputError, match=r"train\.idx \(0 bytes\) is not a MMIDIDX index"):
         check.main([str(recipe)])
+
+
+def test_notes_are_said_once_before_the_run_starts(tiny, capsys):
+    # the supervisor checks the same command first, and starts it through launch.run
+    command = [
+        "recipes/pretrain.py",
+        ["--recipe", str(tiny), "ds.gradient_clipping=0"],
+        {"--num_accelerators": "2"},
+        "cpu",
+    ]
+    directory = run.check_script(*command, tell=True)
+    assert directory.name == "tiny" and "note: gradient_clipping: is off\n" in capsys.readouterr().out
+    assert run.check_script(*command) == directory and capsys.readouterr().out == ""
