@@ -98,7 +98,7 @@ def trainer_of(prepared, folder: Path, steps: int, step: Callable[[], None]):
         max_grad_norm=config["gradient_clipping"],
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
+        report_to=["tensorboard"],
         disable_tqdm=True,
         use_cpu=distributed.choose_accelerator() == "cpu",
     )
