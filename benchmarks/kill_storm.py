@@ -152,7 +152,7 @@ def storm(folder: Path, kills: int, seed: int) -> dict:
             # Until the next start is there, what was not killed can take steps, and save.
             wait_for(partial(is_started_again, run, attempt), supervisor, log)
             reached, attempt = steps_of(run, attempt)[-1], attempts(run)
-            published = checkpoint_files.step_of(checkpoint_files.checkpoints(run / "checkpoints")[-1])
+            published = max(map(checkpoint_files.step_of, checkpoint_files.checkpoints(run / "checkpoints")), default=0)
     finally:
         supervisor.terminate()
         code = supervisor.wait(120)
