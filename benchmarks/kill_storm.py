@@ -4,7 +4,7 @@
 
 Two ranks on this machine under launch.supervise, a checkpoint every 5 steps. Each kill is SIGKILL to one rank, to both, to
 deepspeed's launcher, or to launch.run; half of them come at a random moment, half while a checkpoint is being written
-(made to take 0.3 s). After each, the run must go on from a whole checkpoint. At the end every step's loss, whichever
+(made to take 0.3 s). After each, the run must go on from the newest checkpoint that was published. At the end every step's loss, whichever
 start took it, and the final weights must be those of the undisturbed run, bit for bit. Prints what happened as JSON.
 """
 
@@ -126,13 +126,17 @@ def storm(folder: Path, kills: int, seed: int) -> dict:
     run, log = folder / "runs" / "storm", folder / "storm.log"
     killed, lost, wrong, begin = collections.Counter(), [], [], time.monotonic()
     supervisor = start(recipe, log)
-    attempt, reached = 1, 0
+    attempt, reached, published = 1, 0, 0
     try:
         for number in range(kills + 1):
             wait_for(partial(steps_of, run, attempt), supervisor, log)
             first = steps_of(run, attempt)[0]
             if number:
                 lost.append(reached - (first - 1))
+                if first - 1 != published:
+                    wrong.append(
+                        f"start {attempt} went on from step {first - 1}, the newest checkpoint was of {published}"
+                    )
             if number == kills:
                 break
             # At least one more checkpoint, so that the storm gets on; then the kill.
@@ -148,6 +152,7 @@ def storm(folder: Path, kills: int, seed: int) -> dict:
             # Until the next start is there, what was not killed can take steps, and save.
             wait_for(partial(is_started_again, run, attempt), supervisor, log)
             reached, attempt = steps_of(run, attempt)[-1], attempts(run)
+            published = max(map(checkpoint_files.step_of, checkpoint_files.checkpoints(run / "checkpoints")), default=0)
     finally:
         supervisor.terminate()
         code = supervisor.wait(120)
@@ -162,6 +167,7 @@ def storm(folder: Path, kills: int, seed: int) -> dict:
         "steps": last,
         "steps_repeated": len(lines_of(run)) - undisturbed,
         "most_steps_lost_to_one_kill": max(lost),
+        "kills_that_cost_more_than_an_interval": sum(steps > INTERVAL for steps in lost),
         "interval": INTERVAL,
         "wrong": wrong,
         "seconds": round(time.monotonic() - begin),

@@ -1,21 +1,21 @@
 """What a step costs beyond DeepSpeed: our loop against the plainest loop over the same engine, and against transformers.Trainer.
 
-    DS_ACCELERATOR=cpu python benchmarks/overhead.py [--steps 30] [--rounds 3] [KEY=VALUE ...]
+    DS_ACCELERATOR=cpu python benchmarks/overhead.py [--steps 90] [KEY=VALUE ...]
 
 One process; the model and ds_config of recipes/demo.yaml on synthetic tokens, which the overrides change. Our loop and the plain one
-take turns step by step on one engine, so that a noisy machine disturbs both alike; Trainer, with an engine of its own from the same
-ds_config, model and batches, takes turns with ours in blocks of `--steps`. Trainer needs `pip install accelerate`.
+take turns step by step on one engine, so that a noisy machine disturbs both alike; so do our loop and Trainer, which has an engine of
+its own from the same ds_config, model and batches, and needs `pip install accelerate`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,8 +50,8 @@ def plain(engine, batch) -> None:
         engine.step()
 
 
-def trainer_of(prepared, folder: Path, steps: int):
-    """A Trainer over the same model, ds_config and batches, and the list to which it adds the time at each step's end."""
+def trainer_of(prepared, folder: Path, steps: int, step: Callable[[], None]):
+    """A Trainer over the same model, ds_config and batches that takes turns with `step`; the list of (its, our) seconds."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from recipes.models.build import build_model
@@ -67,11 +67,19 @@ def trainer_of(prepared, folder: Path, steps: int):
             ids = torch.from_numpy(stream.sample(number))
             return {"input_ids": ids[:-1], "labels": ids[:-1]}
 
-    ends: list[float] = []
+    pairs: list[tuple[float, float]] = []
 
-    class Clock(TrainerCallback):
+    class Turns(TrainerCallback):
+        """After each of Trainer's steps, with its data and its log, one of ours."""
+
+        end: float | None = None  # of our last step
+
         def on_step_end(self, *_, **__):
-            ends.append(time.perf_counter())
+            middle, begin = time.perf_counter(), self.end
+            step()
+            self.end = time.perf_counter()
+            if begin is not None:
+                pairs.append((middle - begin, self.end - middle))
 
     config = copy.deepcopy(prepared.ds_config)
     config["gradient_accumulation_steps"] = sizes.accumulation
@@ -90,18 +98,17 @@ def trainer_of(prepared, folder: Path, steps: int):
         max_grad_norm=config["gradient_clipping"],
         logging_steps=1,
         save_strategy="no",
-        report_to=[],
+        report_to=["tensorboard"],
         disable_tqdm=True,
         use_cpu=distributed.choose_accelerator() == "cpu",
     )
     model = build_model(recipe.model, recipe.data.seq_length, recipe.seed)
-    return Trainer(model=model, args=arguments, train_dataset=Samples(), callbacks=[Clock()]), ends
+    return Trainer(model=model, args=arguments, train_dataset=Samples(), callbacks=[Turns()]), pairs
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=90)
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_intermixed_args()
     with tempfile.TemporaryDirectory() as name:
@@ -135,7 +142,7 @@ def main() -> None:
         def run_plain() -> None:
             plain(engine, loader.next())
 
-        for step in range(options.steps * options.rounds + 3):
+        for step in range(options.steps + 3):
             for which, run in (("ours", run_ours), ("plain", run_plain)):
                 begin = time.perf_counter()
                 run()
@@ -150,22 +157,12 @@ def main() -> None:
         except ImportError:
             print("Trainer not compared: pip install accelerate")
             return
-        blocks: dict[str, list[float]] = {"ours": [], "Trainer": []}
-        for _ in range(options.rounds):
-            trainer, ends = trainer_of(prepared, folder / "trainer", options.steps + 3)
-            trainer.train()
-            # From end to end: with its data and its log, as ours is.
-            blocks["Trainer"] += [after - before for before, after in itertools.pairwise(ends[2:])]
-            for step in range(options.steps + 3):
-                begin = time.perf_counter()
-                run_ours()
-                if step >= 3:
-                    blocks["ours"].append(time.perf_counter() - begin)
-        median = {which: statistics.median(values) for which, values in blocks.items()}
-        print(
-            f"Trainer {median['Trainer'] * 1e3:7.1f} ms a step, ours in turns with it {median['ours'] * 1e3:.1f} ms: "
-            f"Trainer takes {median['Trainer'] / median['ours']:.2f} times ours"
-        )
+        trainer, pairs = trainer_of(prepared, folder / "trainer", options.steps + 4, run_ours)
+        trainer.train()
+        theirs, mine = (statistics.median(times) for times in zip(*pairs[3:], strict=True))
+        ratio = statistics.median(a / b for a, b in pairs[3:])
+        print(f"Trainer {theirs * 1e3:7.1f} ms a step, ours in turns with it {mine * 1e3:.1f} ms")
+        print(f"Trainer takes {ratio:.3f} times ours (median of {len(pairs) - 3} pairs)")
 
 
 if __name__ == "__main__":

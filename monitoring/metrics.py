@@ -42,7 +42,11 @@ class MetricsWriter:
 
     def __init__(self, run_directory: Path, attempt: int, first_step: int, tensorboard: bool = True):
         self.attempt = attempt
-        self._file = open(run_directory / "metrics.jsonl", "a", encoding="utf-8")
+        self._file = open(run_directory / "metrics.jsonl", "a+b")
+        if self._file.tell():
+            self._file.seek(-1, 2)
+            if self._file.read() != b"\n":  # a disk that was full has cut the last line: what follows stays readable
+                self._file.write(b"\n")
         self._board = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter
@@ -57,7 +61,7 @@ class MetricsWriter:
         if "validation_loss" not in values:
             values = {key: values[key] for key in (*KEYS, *([BY_LAYER] if BY_LAYER in values else []))}
         line = jsonable(values)
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()
         if self._board is not None:
             group = "validation" if "validation_loss" in line else "train"
@@ -67,6 +71,11 @@ class MetricsWriter:
                         self._board.add_scalar(f"{BY_LAYER}/layer_{layer}", load, step)
                 elif isinstance(value, (int, float)) and key not in NOT_PLOTTED:
                     self._board.add_scalar(f"{group}/{key.removeprefix('validation_')}", value, step)
+
+    @property
+    def position(self) -> int:
+        """Bytes of metrics.jsonl."""
+        return self._file.tell()
 
     def close(self) -> None:
         self._file.close()

@@ -166,7 +166,7 @@ def activations(recipe, sizes, shape: Shape, mine: list[Layer], low: str) -> tup
     kept += tokens * sum(layer.saved_whole for layer in others)
     logits = 0
     if any(layer.kind == "head" for layer in mine):
-        # Logits, their fp32 copy, its log-softmax and gradient: two in each precision.
+        # Logits, their fp32 copy where they are not, and the log-softmax, which becomes the gradient.
         chunk = min(recipe.loss.chunk_tokens or tokens, tokens)
-        logits = chunk * shape.vocabulary * (2 * size + 8 if low != "fp32" else 12)
+        logits = chunk * shape.vocabulary * (size + 8 if low != "fp32" else 8)
     return int(kept), int(recomputed), logits

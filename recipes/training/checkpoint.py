@@ -106,7 +106,7 @@ class Saver:
         writing = self.directory / checkpoint_files.incomplete_tag(progress.step)
         state = {"progress": asdict(progress), **self.data, "parameters": universal.listed_parameters(self.engine)}
         self.engine.save_checkpoint(str(self.directory), tag=writing.name, client_state=state, save_latest=False)
-        self.writer.save(_random_state(), str(writing / f"random_state_rank_{rank}.pt"))
+        self.writer.save(random_state(), str(writing / f"random_state_rank_{rank}.pt"))
         # What DeepSpeed copied itself: optimizer states from NVMe, in folders. Listed once: on a network file system
         # two ranks can see two lists.
         copied = distributed.broadcast(_in_folders(writing) if rank == 0 else None)
@@ -314,7 +314,7 @@ def _apply_schedule(engine, factor) -> None:
         group["lr"] = rate
 
 
-def _random_state() -> dict:
+def random_state() -> dict:
     """All of this rank's random states, as tensors and plain numbers: torch.load takes them with weights_only=True."""
     from deepspeed.accelerator import get_accelerator
 

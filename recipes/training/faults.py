@@ -153,8 +153,8 @@ class FaultWatch:
         _leave(failure["exit_code"])
 
 
-def write_state(run_directory: Path, state: str, step: int | None, cause: str | None) -> None:
-    """state.json: running | finished | stopped | failed, the last step, the cause."""
+def write_state(run_directory: Path, state: str, step: int | None, cause: str | None, **more) -> None:
+    """state.json: running | finished | stopped | failed, the last step known, the cause, and `more`."""
     previous = run_directory / "state.json"
     if step is None and previous.exists():
         try:
@@ -162,7 +162,7 @@ def write_state(run_directory: Path, state: str, step: int | None, cause: str | 
         except ValueError:
             step = None
     try:
-        write_json(previous, {"state": state, "step": step, "cause": cause, "time": time.time()})
+        write_json(previous, {"state": state, "step": step, "cause": cause, **more, "time": time.time()})
     except OSError as problem:
         print(f"could not write {previous}: {problem}", file=sys.stderr)
 

@@ -73,7 +73,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     logger.info("%s: %s", recipe.run_directory, sizes)
 
     # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
-    from recipes.training import checkpoint, upload
+    from recipes.training import checkpoint, light_state, upload
 
     way = method()
     if (warning := probe.check_checkpoint_directory(recipe, prepared.ds_config, place.rank)) is not None:
@@ -141,6 +141,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         progress.left_out = left_out
         spikes.restore(progress.recent)
 
+    light = light_state.LightStates(recipe, sizes, place.rank, progress)
     if held_out is not None and progress.step == 0:
         validate()
     loader = read_from_here()
@@ -175,6 +176,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         if not result.applied:
             ranks = ", ".join(map(str, result.bad_ranks)) or "none: the gradients alone"
             logger.warning("step %d had no update; ranks with a loss that is not finite: %s", progress.step, ranks)
+        light.see(progress, metrics.position if metrics is not None else None)
         skips.check(progress.step, result.applied)
         saver.advance(*saving)
         if replicas is not None and progress.step % recipe.guards.replica_check_every == 0:
@@ -188,7 +190,8 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             watchdog.beat(progress.step)
             continue
         if stopped:  # before anything else: the time until the kill may be short
-            saver.save(progress)
+            if recipe.checkpoint.on_signal:
+                saver.save(progress)
             saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()

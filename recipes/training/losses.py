@@ -5,11 +5,32 @@ from __future__ import annotations
 import types
 
 import torch
-import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from data_prep.loader import IGNORED_LABEL
 from recipes.models.balance import sequence_balance
+
+
+class _CrossEntropySum(torch.autograd.Function):
+    """F.cross_entropy(reduction="sum") whose backward turns the log-probabilities into the gradient where they lie.
+
+    torch's keeps them beside a gradient of the same size and one of mostly zeros: three times the logits of a large
+    vocabulary, and as many passes over them. A second backward through the same graph is an error.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, labels):
+        log_probabilities, labelled = logits.log_softmax(-1), labels != IGNORED_LABEL
+        chosen = labels.where(labelled, 0).unsqueeze(-1)
+        ctx.save_for_backward(log_probabilities, chosen, labelled)
+        return -log_probabilities.gather(-1, chosen).squeeze(-1).where(labelled, 0).sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        log_probabilities, chosen, labelled = ctx.saved_tensors
+        logits_gradient = log_probabilities.exp_()
+        logits_gradient.scatter_add_(-1, chosen, logits_gradient.new_full((), -1).expand_as(chosen))
+        return logits_gradient.mul_((labelled * gradient).unsqueeze(-1)), None
 
 
 def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -17,8 +38,7 @@ def token_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
     Labels are already shifted (data_prep.loader.collate); IGNORED_LABEL counts nowhere.
     """
-    logits, labels = logits.float().flatten(0, -2), labels.flatten()
-    return F.cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum")
+    return _CrossEntropySum.apply(logits.float(), labels)
 
 
 def z_loss_sum(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,7 @@ def check_recipe(recipe: Recipe, where) -> None:
         ("validation.samples", recipe.validation.samples),
         ("checkpoint.every_steps", recipe.checkpoint.every_steps),
         ("checkpoint.every_minutes", recipe.checkpoint.every_minutes),
+        ("checkpoint.light_every_steps", recipe.checkpoint.light_every_steps),
         ("checkpoint.keep_last", recipe.checkpoint.keep_last),
         ("checkpoint.keep_every", recipe.checkpoint.keep_every),
         ("checkpoint.host_memory_gib", recipe.checkpoint.host_memory_gib),

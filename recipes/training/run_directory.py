@@ -108,7 +108,10 @@ def record_end(recipe, step: int, signal_name: str | None) -> None:
         logger.info("finished at step %d: %s", step, recipe.run_directory)
     else:
         again = "the same command" + ("" if recipe.checkpoint.resume == "latest" else " with --resume latest")
-        logger.info("stopped at step %d of %d by %s; %s goes on from here", step, recipe.total_steps, cause, again)
+        saved = checkpoint_files.checkpoints(recipe.run_directory / "checkpoints")
+        newest = checkpoint_files.step_of(saved[-1]) if saved else 0
+        where = "here" if newest == step else f"step {newest}"
+        logger.info("stopped at step %d of %d by %s; %s goes on from %s", step, recipe.total_steps, cause, again, where)
 
 
 def start_logging(directory: Path, rank: int) -> None:

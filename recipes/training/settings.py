@@ -77,6 +77,8 @@ class CheckpointSettings:
     keep_last: int | None = None  # older ones are deleted once the next is published; null: all are kept
     keep_every: int | None = None  # those of every n-th step are kept for ever
     upload: str | None = None  # URL (s3://, gs://, ...) that published ones are copied to; nothing is deleted there
+    on_signal: bool = True  # one is saved before a signal (SIGTERM, SIGUSR1, SIGINT) ends the run; false: leave at once
+    light_every_steps: int | None = 10  # state.json and random states: how far the run had got; null: never
     resume: str = "latest"  # latest | none | a step number
     start_from: str | None = None  # RUN@STEP: begin with the weights of another run, everything else fresh
     branch_from: str | None = None  # RUN@STEP: go on from another run's checkpoint, under this schedule and data

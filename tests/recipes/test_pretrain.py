@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import socket
@@ -29,9 +30,14 @@ def ranks_of(process) -> list[psutil.Process]:
     return sorted(found, key=lambda p: int(p.environ()["RANK"]))
 
 
-def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
+def interrupt(folder, how, at_step, number=signal.SIGTERM, *overrides):
     """Start the run and, once it has logged `at_step`, send a signal `how`: starter, rank, group."""
     run = folder / "runs" / "tiny"
+    before = len(metrics(run)) if (run / "metrics.jsonl").exists() else 0
+
+    def reached():
+        lines = metrics(run)[before:] if (run / "metrics.jsonl").exists() else []
+        return any(line["step"] >= at_step for line in lines)
 
     def send(process):
         if how == "starter":
@@ -41,7 +47,7 @@ def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
         else:  # every process of the launcher's group: ranks, and the launcher's own
             os.killpg(os.getpgid(ranks_of(process)[0].pid), number)
 
-    return launch_run(folder / "tiny.yaml", env=SLOW, when=lambda: last_step(run) >= at_step, then=send, **options)
+    return launch_run(folder / "tiny.yaml", *overrides, env=SLOW, when=reached, then=send)
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +59,7 @@ def runs(tmp_path_factory):
     later = {"from_tokens": 59 * 16 - 3, "files": [{"path": "validation"}, {"path": "train", "weight": 2}]}
     changes = {
         "schedule": {"steps": 14, "warmup_steps": 2, "decay": "cosine"},
+        "checkpoint": {**TINY_RECIPE["checkpoint"], "light_every_steps": 1},
         "data": {**TINY_RECIPE["data"], "document_mask": "attention", "phases": [later]},
     }
     make_tiny(whole, **changes)
@@ -60,7 +67,7 @@ def runs(tmp_path_factory):
     outputs = [launch_run(whole / "tiny.yaml")]
     outputs.append(interrupt(broken, "rank", 2, signal.SIGUSR1))
     outputs.append(interrupt(broken, "group", 7, signal.SIGKILL))
-    outputs.append(interrupt(broken, "starter", 9))
+    outputs.append(interrupt(broken, "starter", 10, signal.SIGTERM, "checkpoint.on_signal=false"))
     outputs.append(interrupt(broken, "group", 11))
     outputs.append(launch_run(broken / "tiny.yaml"))
     return whole, broken, outputs
@@ -82,6 +89,10 @@ def test_codes_and_closing_lines(runs):
     assert "stopped at step" in group.output
     assert kill.code == 1 and "SIGKILL" in kill.last_line
     assert "the same command goes on from here" in usr1.output and "resumed from" in term.output
+    assert re.search(r"the run had got to step ([78]): steps 7 to \1 are taken again", term.output)
+    assert re.search(r"stopped at step 1\d of 14 by SIGTERM; the same command goes on from step 9", term.output)
+    assert re.search(r"the run had got to step 1\d: steps 10 to", group.output)
+    assert not any("did not come out as before" in r.output for r in (usr1, kill, term, group, last))
     assert "finished at step 14" in last.output
 
 

@@ -8,18 +8,20 @@ from recipes.training.recipe_file import load_recipe
 
 
 @pytest.mark.parametrize(
-    ("resume", "step", "state", "said"),
+    ("resume", "step", "unsaved", "state", "said"),
     [
-        ("latest", 3, "stopped", "stopped at step 3 of 8 by SIGTERM; the same command goes on from here"),
+        ("latest", 3, 0, "stopped", "stopped at step 3 of 8 by SIGTERM; the same command goes on from here"),
         # The same command would move the run aside, or go back to step 2.
-        ("none", 3, "stopped", "the same command with --resume latest goes on from here"),
-        ("2", 3, "stopped", "the same command with --resume latest goes on from here"),
-        ("latest", 8, "finished", "finished at step 8"),
+        ("none", 3, 0, "stopped", "the same command with --resume latest goes on from here"),
+        ("2", 3, 0, "stopped", "the same command with --resume latest goes on from here"),
+        ("latest", 4, 1, "stopped", "the same command goes on from step 3"),
+        ("latest", 8, 0, "finished", "finished at step 8"),
     ],
 )
-def test_the_closing_line_says_how_to_go_on(tiny, caplog, resume, step, state, said):
+def test_the_closing_line_says_how_to_go_on(tiny, caplog, resume, step, unsaved, state, said):
     recipe, _ = load_recipe(tiny, resume=resume)
-    recipe.run_directory.mkdir(parents=True)
+    for saved in (2, step - unsaved):
+        (recipe.run_directory / "checkpoints" / f"global_step{saved}").mkdir(parents=True, exist_ok=True)
     with caplog.at_level(logging.INFO, "recipes"):
         run_directory.record_end(recipe, step, "SIGTERM")
     assert said in caplog.text
