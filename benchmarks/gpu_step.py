@@ -1,4 +1,4 @@
-"""Training steps on one GPU: tokens/s, model TFLOPs, MFU and peak memory of two shapes, options on and off.
+"""Training steps on one GPU: tokens/s, model TFLOPs, MFU and peak memory, beside the planned one, of two shapes, options on and off.
 
     python benchmarks/gpu_step.py [--wheels FOLDER] [--curve_s 0] [--output FILE.json]
 
@@ -94,6 +94,9 @@ def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> 
         import torch
 
         from data_prep.loader import StepLoader
+        from launch.planning.memory import fullest_rank
+        from launch.planning.shape import shape_of
+        from recipes.training.ds_config import precision
         from recipes.training.engine import build_engine
         from recipes.training.step import train_step
 
@@ -112,6 +115,9 @@ def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> 
         family, device = models.family(recipe.model.family), torch.cuda.get_device_name()
         tokens = recipe.tokens_per_step
         tflops = family.flops_per_token(recipe.model, recipe.data.seq_length) * tokens / seconds / 1e12
+        planned, _ = fullest_rank(
+            recipe, prepared.ds_config, sizes, shape_of(recipe.model, precision(prepared.ds_config))
+        )
         peak = next((value for name, value in PEAK_TFLOPS.items() if name in device), None)
         return {
             "parameters": family.parameter_count(recipe.model),
@@ -122,6 +128,8 @@ def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> 
             "model_tflops": tflops,
             "mfu": None if peak is None else tflops / peak,
             "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
+            # What torch allocates: neither the CUDA context nor what fragmentation costs.
+            "planned_gib": (planned.device - planned.framework - planned.fragmentation) / 2**30,
             "loss": losses[-1],
         }
 
@@ -155,7 +163,8 @@ def main() -> None:
         mfu = "" if result["mfu"] is None else f"  MFU {result['mfu']:.1%}"
         print(
             f"{what}\n    {result['parameters'] / 1e9:.2f}B parameters: {result['tokens_per_s']:,.0f} tokens/s  "
-            f"{result['model_tflops']:.0f} TFLOPs{mfu}  peak {result['peak_gib']:.1f} GiB",
+            f"{result['model_tflops']:.0f} TFLOPs{mfu}  "
+            f"peak {result['peak_gib']:.1f} GiB, planned {result['planned_gib']:.1f}",
             flush=True,
         )
         if options.output:
