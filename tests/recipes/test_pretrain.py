@@ -29,7 +29,7 @@ def ranks_of(process) -> list[psutil.Process]:
     return sorted(found, key=lambda p: int(p.environ()["RANK"]))
 
 
-def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
+def interrupt(folder, how, at_step, number=signal.SIGTERM, overrides=()):
     """Start the run and, once it has logged `at_step`, send a signal `how`: starter, rank, group."""
     run = folder / "runs" / "tiny"
 
@@ -41,7 +41,7 @@ def interrupt(folder, how, at_step, number=signal.SIGTERM, **options):
         else:  # every process of the launcher's group: ranks, and the launcher's own
             os.killpg(os.getpgid(ranks_of(process)[0].pid), number)
 
-    return launch_run(folder / "tiny.yaml", env=SLOW, when=lambda: last_step(run) >= at_step, then=send, **options)
+    return launch_run(folder / "tiny.yaml", *overrides, env=SLOW, when=lambda: last_step(run) >= at_step, then=send)
 
 
 @pytest.fixture(scope="module")
