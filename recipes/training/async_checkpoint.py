@@ -5,7 +5,7 @@
 
 Every tensor is copied, wherever it lives, so that later steps can't change what is being written. With
 `asynchronous=False` the files are written in save() itself, by the same code. DeepSpeed 0.19.8's own asynchronous
-engines fail with ZeRO-1 and with pipelines: docs/upstream.md.
+engines fail with ZeRO-1 and with pipelines (docs/upstream.md); own_engines.py lets them be chosen all the same.
 """
 
 from __future__ import annotations
@@ -35,17 +35,39 @@ DICTIONARIES, SEQUENCES = (dict, OrderedDict), (list, tuple)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-class SnapshotEngine(CheckpointEngine):
-    """One a rank, put into `engine.checkpoint_engine`; at most one checkpoint is being written at a time."""
+class BackgroundEngine(CheckpointEngine):
+    """A CheckpointEngine with a thread; at most one checkpoint is in its hands at a time."""
+
+    def __init__(self):
+        super().__init__()
+        self.name = type(self).__name__
+        self._thread = ThreadPoolExecutor(1, "checkpoint-writer", initializer=_give_way)
+        self._work: Future | None = None
+
+    def run(self, function: Callable[[], object]) -> None:
+        """Do something in the thread."""
+        self._work = self._thread.submit(function)
+
+    def busy(self) -> bool:
+        """Whether the thread is at work. Raises what it raised."""
+        if self._work is None or not self._work.done():
+            return self._work is not None
+        self._work.result()
+        return False
+
+    def result(self):
+        """Wait for the thread: {file name: entry of the manifest} after `start`, or what `run` was given returned."""
+        return self._work.result()
+
+
+class SnapshotEngine(BackgroundEngine):
+    """One a rank, put into `engine.checkpoint_engine`."""
 
     def __init__(self, asynchronous: bool, memory_limit: int):
         """`memory_limit`: most bytes of host memory for the copies; a file beyond it is written while training waits."""
         super().__init__()
-        self.name = "SnapshotEngine"
         self.asynchronous, self.memory_limit = asynchronous, memory_limit
         self._buffers: dict[str, torch.Tensor] = {}  # by file name, uint8
-        self._thread = ThreadPoolExecutor(1, "checkpoint-writer", initializer=_give_way)
-        self._work: Future | None = None
 
     # DeepSpeed's interface.
 
@@ -74,25 +96,12 @@ class SnapshotEngine(CheckpointEngine):
 
     # Ours.
 
+    save_plain = save
+
     def start(self, others: Iterable[str] = ()) -> None:
         """Begin to write what save() has copied. `others`: names of files that are there already, to be hashed too."""
         self._work = self._thread.submit(self._write, self._folder, self._copies, self._written, list(others))
         self._copies = []
-
-    def run(self, function: Callable[[], object]) -> None:
-        """Do something else in the writer's thread."""
-        self._work = self._thread.submit(function)
-
-    def busy(self) -> bool:
-        """Whether the thread is at work. Raises what it raised."""
-        if self._work is None or not self._work.done():
-            return self._work is not None
-        self._work.result()
-        return False
-
-    def result(self):
-        """Wait for the thread: {file name: entry of the manifest}, or what `run` was given returned."""
-        return self._work.result()
 
     @property
     def host_memory(self) -> int:

@@ -16,8 +16,9 @@ from deepspeed.pipe import PipelineModule
 
 from data_prep.errors import InputError
 from data_prep.files import write_text
-from recipes.training import checkpoint_files, distributed, universal
+from recipes.training import checkpoint_files, distributed, own_engines, universal
 from recipes.training.async_checkpoint import SnapshotEngine, memory_limit
+from recipes.training.ds_config import selects_own_engine
 from recipes.training.schedule import recipe_factor
 from recipes.training.upload import Uploader
 
@@ -87,8 +88,11 @@ class Saver:
         self.engine, self.recipe, self.sizes = engine, recipe, sizes
         self.data = {"data": fingerprint, "order_samples": order_samples}
         self.directory = recipe.run_directory / "checkpoints"
-        limit = memory_limit(recipe.checkpoint.host_memory_gib, distributed.find_place().local_world_size)
-        self.writer = engine.checkpoint_engine = SnapshotEngine(recipe.checkpoint.asynchronous, limit)
+        if selects_own_engine(engine.config):
+            self.writer = own_engines.wrap(engine)
+        else:
+            limit = memory_limit(recipe.checkpoint.host_memory_gib, distributed.find_place().local_world_size)
+            self.writer = engine.checkpoint_engine = SnapshotEngine(recipe.checkpoint.asynchronous, limit)
         self._stage: str | None = None
         self._manifest: dict = {}
         uploads = recipe.checkpoint.upload is not None
@@ -106,7 +110,7 @@ class Saver:
         writing = self.directory / checkpoint_files.incomplete_tag(progress.step)
         state = {"progress": asdict(progress), **self.data, "parameters": universal.listed_parameters(self.engine)}
         self.engine.save_checkpoint(str(self.directory), tag=writing.name, client_state=state, save_latest=False)
-        self.writer.save(random_state(), str(writing / f"random_state_rank_{rank}.pt"))
+        self.writer.save_plain(random_state(), str(writing / f"random_state_rank_{rank}.pt"))
         # What DeepSpeed copied itself: optimizer states from NVMe, in folders. Listed once: on a network file system
         # two ranks can see two lists.
         copied = distributed.broadcast(_in_folders(writing) if rank == 0 else None)
@@ -157,8 +161,9 @@ class Saver:
             self._next_stage()
 
     def close(self) -> None:
-        """Wait for everything, the newest checkpoint's upload included."""
+        """Wait for everything, the newest checkpoint's upload included, and end a writer's process."""
         self.finish()
+        self.writer.cleanup()
         if self.uploader is not None:
             self.uploader.finish()
             if dist.get_rank() == 0 and (kept := checkpoint_files.checkpoints(self.directory)):
@@ -264,6 +269,8 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = 
     if checkpoint_files.same_layout(manifest["layout"], layout(engine, sizes)):
         groups = engine.lr_scheduler.optimizer.param_groups
         wanted = [{key: group[key] for key in HYPERPARAMETERS if key in group} for group in groups]
+        if selects_own_engine(engine.config):
+            own_engines.wrap(engine)
         loaded, state = engine.load_checkpoint(str(path.parent), tag=path.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed could not load {path}")

@@ -84,12 +84,16 @@ def choose_accelerator() -> str:
 def start_process_group(place: Place):
     """Initialize torch.distributed through DeepSpeed; returns this rank's torch.device.
 
+    Sets what DeepSpeed's checkpoint writers take from the environment and only its own launcher gives.
+
     Raises InputError when the rendezvous port is taken.
     """
     import deepspeed
     import torch
     from deepspeed.accelerator import get_accelerator
 
+    os.environ.setdefault("CROSS_RANK", str(place.rank // place.local_world_size))
+    os.environ.setdefault("CROSS_SIZE", str(-(-place.world_size // place.local_world_size)))
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         # DeepSpeed would compile its shared-memory all-reduce here: a minute or more, and a process killed meanwhile

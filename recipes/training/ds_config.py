@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import ctypes.util
 import difflib
+import importlib.util
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import hjson
@@ -103,6 +105,13 @@ KNOWN_KEYS: dict[str, list[str]] = {
         partition_activations contiguous_memory_optimization cpu_checkpointing number_checkpoints profile
         synchronize_checkpoint_boundary
         """.split(),
+    "checkpoint": """
+        writer tag_validation checkpoint_serialization load_universal use_node_local_storage parallel_write
+        """.split(),
+    "checkpoint.writer": """
+        type decoupled io_buffer_size io_buffer_double show_statistics data_parallel io_multiplier
+        """.split(),
+    "datastates_ckpt": "enabled host_cache_size parser_threads".split(),  # what DataStates documents
 }
 KNOWN_KEYS["bfloat16"] = KNOWN_KEYS["bf16"]
 ADAM_PARAMS = """
@@ -138,9 +147,15 @@ NOT_OFFERED = (
     "hybrid_engine",
     "data_efficiency",
     "data_parallel_size",
-    "checkpoint",
-    "datastates_ckpt",
 )
+OWN_ENGINES = ("checkpoint", "datastates_ckpt")  # sections that select one of DeepSpeed's checkpoint engines
+NOT_OF_CHECKPOINT = {  # keys of `checkpoint` that don't go with how checkpoints are published here
+    "tag_validation": "all ranks are given the same tag",
+    "checkpoint_serialization": "resuming in another layout maps the files into memory, which takes torch's zip format",
+    "load_universal": "resuming in another layout converts by itself (recipes/convert.py)",
+    "use_node_local_storage": "a checkpoint is published in one directory that all ranks see",
+    "parallel_write": "the first data-parallel rank of a pipeline stage writes its layers",
+}
 
 
 def load_ds_config(path: str | Path, overrides: list[str] = ()) -> dict:
@@ -190,6 +205,8 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
         values = config
         for part in filter(None, section.split(".")):
             values = values.get(part, {}) if isinstance(values, dict) else {}
+        if section == "checkpoint.writer" and values is None:  # DeepSpeed's default engine
+            continue
         if section and section.split(".")[0] in config and not isinstance(values, dict):
             refuse(section, f"must be a section, not {values!r}")
         for key in values:
@@ -391,6 +408,83 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
             refuse("expert_parallel.use_grouped_mm", "a CPU has no grouped matrix product; state false")
     elif section is not None and section.get("autoep_size", 1) > 1:
         refuse("expert_parallel.enabled", f"is not true: autoep_size {section['autoep_size']} would be ignored")
+    if "checkpoint" in config:
+        _check_writer(config, pipeline.stages is not None, sizes, accelerator, refuse)
+    elif "datastates_ckpt" in config:
+        _check_datastates(config["datastates_ckpt"], accelerator, refuse)
+    if selects_own_engine(config) and recipe.checkpoint.host_memory_gib is not None:
+        section = next(key for key in OWN_ENGINES if key in config)
+        refuse(
+            section, "its engines know no checkpoint.host_memory_gib, which the recipe states; take one of the two out"
+        )
+
+
+def _check_writer(config: dict, staged: bool, sizes: dict, accelerator: str | None, refuse: Callable) -> None:
+    """Refuse what DeepSpeed 0.19.8's engines can't save or load again, as seen in docs/upstream.md."""
+    section, stage = config["checkpoint"], zero_stage(config)
+    for key, why in NOT_OF_CHECKPOINT.items():
+        if key in section:
+            refuse(f"checkpoint.{key}", f"not here: {why}; take it out")
+    if "writer" not in section:
+        refuse("checkpoint.writer", "state null for DeepSpeed's default engine, or {type, data_parallel, decoupled}")
+    if "datastates_ckpt" in config:
+        refuse("datastates_ckpt", "does not go with checkpoint.writer, which selects another engine; keep one")
+    writer = section["writer"]
+    if writer is None:
+        return
+    kind, unit, decoupled = writer.get("type"), writer.get("data_parallel"), writer.get("decoupled", False)
+    if str(kind).lower() not in ("python", "fast"):
+        refuse("checkpoint.writer.type", f"{kind!r} must be python or fast")
+    if str(unit).lower() != "replica":
+        refuse(
+            "checkpoint.writer.data_parallel",
+            f'{unit!r} must be "replica": without one DeepSpeed fails to start, and the others choose the ranks that a file is '
+            "split over, which it can't load again",
+        )
+    for key, ranks in (("tensor_parallel.autotp_size", sizes["tensor"]), ("sequence_parallel_size", sizes["sequence"])):
+        if ranks > 1 and not staged:
+            refuse(
+                "checkpoint.writer",
+                f"does not go with {key} {ranks}: DeepSpeed asks that layout's groups for pipeline ranks and fails; state "
+                "null, or take the checkpoint section out",
+            )
+    if not isinstance(decoupled, bool):
+        refuse("checkpoint.writer.decoupled", f"{decoupled!r} must be true or false")
+    if decoupled and (staged or stage in (1, 2)):
+        refuse(
+            "checkpoint.writer.decoupled",
+            f"true does not go with {'pipeline.stages' if staged else f'zero_optimization.stage {stage}'}: DeepSpeed "
+            "can't send tensors that require gradients to its writer; state false, or take the checkpoint section out",
+        )
+    if kind.lower() == "python":
+        for key in ("io_buffer_size", "io_buffer_double", "io_multiplier"):
+            if key in writer:
+                refuse(f"checkpoint.writer.{key}", "has no effect with type python; take it out")
+    elif accelerator == "cpu":
+        refuse("checkpoint.writer.type", "fast needs an accelerator, for pinned memory; use python")
+    elif stage < 3:
+        refuse(
+            "checkpoint.writer.type",
+            f"fast does not go with zero_optimization.stage {stage}: it names its files so that DeepSpeed can't find "
+            "them again; use python, or take the checkpoint section out",
+        )
+
+
+def _check_datastates(section: dict, accelerator: str | None, refuse: Callable) -> None:
+    if section.get("enabled", True) is not True:
+        refuse("datastates_ckpt.enabled", "DeepSpeed takes any such section for true; take the section out")
+    if accelerator not in (None, "cuda"):
+        refuse("datastates_ckpt", f"DataStates needs an NVIDIA GPU, and here is {accelerator}; take the section out")
+    if importlib.util.find_spec("datastates") is None:
+        refuse(
+            "datastates_ckpt",
+            "DataStates is not installed (https://github.com/DataStates/datastates-llm); take the section out",
+        )
+
+
+def selects_own_engine(config: dict) -> bool:
+    """Whether one of DeepSpeed's own engines is to write checkpoints, not recipes/training/async_checkpoint.py."""
+    return any(key in config for key in OWN_ENGINES)
 
 
 def engine_config(config: dict, sizes: Sizes) -> dict:

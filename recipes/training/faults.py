@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import socket
@@ -182,6 +183,8 @@ def refuse_before_start(error: InputError) -> int:
 
 
 def _leave(code: int) -> None:
+    for child in multiprocessing.active_children():  # such as DeepSpeed's decoupled writer, which would wait for ever
+        child.kill()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,6 +1,8 @@
-"""Run by test_async_checkpoint.py on two ranks, once: a background save under every kind of engine; writes results.json."""
+"""Run by test_async_checkpoint.py on two ranks, once: saves under every kind of engine, by our writer and by DeepSpeed's
+own where they work; writes results.json."""
 
 import json
+import multiprocessing
 import sys
 import threading
 from pathlib import Path
@@ -20,6 +22,7 @@ from tests.recipes.families import small
 
 FOLDER = Path(sys.argv[1])
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+EXPERTS = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
 SIZES = Sizes(
     world=2, data=2, tensor=1, pipeline=1, sequence=1, expert=1, micro_batch=2, accumulation=1, global_batch=4
 )
@@ -51,12 +54,12 @@ def language_model(family: str, config: dict):
     return build, train
 
 
-def pipeline(stage: int):
+def pipeline(stage: int, config: dict | None = None):
     def build():
         torch.manual_seed(1)
         layers = [torch.nn.Linear(16, 16) for _ in range(4)]
         model = PipelineModule(layers, num_stages=2, loss_fn=F.mse_loss)
-        return initialize(model, {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0})
+        return initialize(model, {"zero_optimization": {"stage": stage}, "gradient_clipping": 0.0, **(config or {})})
 
     def train(engine, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
@@ -107,6 +110,59 @@ def check(name: str, build, train) -> dict:
     return result
 
 
+def check_own_engine(name: str, build, train) -> dict:
+    """As `check`, with the engine that the ds_config selects: nothing is published before a decoupled one's commit."""
+    recipe, _ = load_recipe(FOLDER / "tiny.yaml", [f"name={name.replace(' ', '_').replace(',', '')}"])
+    engine, progress = build(), checkpoint.Progress()
+    saver = checkpoint.Saver(engine, recipe, SIZES, {}, 0)
+    for _ in range(2):
+        train(engine, progress.step)
+        progress.advance(4, 32, True)
+    before = state_of(engine)
+    saver.save(progress)
+    uncommitted = engine.checkpoint_engine.get_commit_info() is not None
+    result = {"decoupled": uncommitted, "engine": type(engine.checkpoint_engine.inner).__name__}
+    assert not uncommitted or saver.flags()[0]
+    train(engine, progress.step)
+    assert not same(before, state_of(engine))
+    saver.finish()
+    progress.advance(4, 32, True)
+    after = state_of(engine)
+    saver.save(progress)  # of the last step: no other one commits it
+    saver.close()
+    result["left"] = len(multiprocessing.active_children())
+    result["steps"] = [checkpoint_files.step_of(path) for path in checkpoint_files.checkpoints(saver.directory)]
+    result["damage"] = [checkpoint.damage(path) for path in checkpoint_files.checkpoints(saver.directory)]
+    engine.destroy()
+    engine = build()
+    for step, state in ((2, before), (3, after)):
+        resumed = checkpoint.resume(engine, recipe, SIZES, saver.directory / f"global_step{step}", {})
+        assert resumed.step == step
+        result[f"same {step}"] = same(state, state_of(engine))
+    engine.destroy()
+    return result
+
+
+def own_engines() -> dict:
+    """{name: (build, train)} of what ds_config.check_layout lets through on a CPU."""
+    python = {"type": "python", "data_parallel": "replica"}
+    cases = {}
+    for kind, writer, stages in (
+        ("torch", None, (1,)),
+        ("python", python, (0, 1, 2, 3)),
+        ("decoupled", {**python, "decoupled": True}, (0, 3)),
+    ):
+        own = {"checkpoint": {"writer": writer}}
+        for stage in stages:
+            config = {**own, "zero_optimization": {"stage": stage}}
+            cases[f"{kind}, stage {stage}"] = language_model("llama", config)
+            cases[f"{kind}, bf16 {stage}"] = language_model("llama", {**config, "bf16": {"enabled": True}})
+            cases[f"{kind}, experts {stage}"] = language_model("qwen3_moe", {**config, "expert_parallel": EXPERTS})
+        if kind != "decoupled":
+            cases |= {f"{kind}, pipeline {stage}": pipeline(stage, own) for stage in (0, 1)}
+    return cases
+
+
 def by_the_clock(build) -> dict:
     """What a saver says before and after a checkpoint, with every_minutes passed and not."""
     options = ["name=clock", "checkpoint.every_steps=null", "checkpoint.every_minutes="]
@@ -135,13 +191,15 @@ def main() -> None:
     distributed.start_process_group(distributed.find_place())
     cases = {f"stage {n}": language_model("llama", {"zero_optimization": {"stage": n}}) for n in range(4)}
     cases["bf16"] = language_model("llama", {"zero_optimization": {"stage": 1}, "bf16": {"enabled": True}})
-    experts = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
     for stage in range(4):
-        config = {"zero_optimization": {"stage": stage}, "expert_parallel": experts}
+        config = {"zero_optimization": {"stage": stage}, "expert_parallel": EXPERTS}
         cases[f"experts {stage}"] = language_model("qwen3_moe", config)
     cases |= {f"pipeline {stage}": pipeline(stage) for stage in (0, 1)}
     results = {"clock": distributed.gather(by_the_clock(cases["stage 1"][0]))}
-    results |= {name: distributed.gather(check(name, *case)) for name, case in cases.items()}
+    own = own_engines()
+    # Pipelines last: DeepSpeed keeps their groups for every later engine.
+    for name, case in sorted({**cases, **own}.items(), key=lambda item: "pipeline" in item[0]):
+        results[name] = distributed.gather((check_own_engine if name in own else check)(name, *case))
     if dist.get_rank() == 0:
         (FOLDER / "results.json").write_text(json.dumps(results))
     distributed.stop_process_group()

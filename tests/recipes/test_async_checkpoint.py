@@ -5,6 +5,7 @@ import logging
 import sys
 import threading
 from collections import OrderedDict
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,65 @@ def test_weights_that_are_not_finite_are_refused(tmp_path, asynchronous, bad):
         write(engine, tmp_path, {"module": {"w": weights, "mask": mask}})
 
 
+class FakeDataStates:
+    """What DeepSpeed calls of DataStates; the files are whole only after `wait`."""
+
+    def __init__(self, _config, _rank):
+        self.asked = []
+
+    def save(self, state, path):
+        self.asked.append((state, path))
+
+    def wait(self, persist):
+        for state, path in self.asked:
+            torch.save(state, path)
+        self.asked = []
+
+    def load(self, path, map_location):
+        return torch.load(path, map_location)
+
+
+@pytest.fixture
+def datastates(monkeypatch, tmp_path):
+    """Our wrapper around DeepSpeed's engine for DataStates, and a checkpoint's commit info."""
+    from deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo, DataStatesCheckpointEngine
+
+    from recipes.training.own_engines import OwnEngine
+
+    monkeypatch.setitem(sys.modules, "datastates", SimpleNamespace(CheckpointEngine=FakeDataStates))
+    (tmp_path / "tag").mkdir()
+    return OwnEngine(DataStatesCheckpointEngine(None, 0)), CheckpointCommitInfo("tag", str(tmp_path), False)
+
+
+@pytest.mark.parametrize("by", ["step", "end"])
+def test_datastates_is_committed_at_the_next_step_or_at_the_end(datastates, tmp_path, by):
+    engine, info = datastates
+    state, file = {"w": torch.ones(3)}, tmp_path / "tag" / "a.pt"
+    engine.create(info)
+    engine.save(state_dict=state, path=str(file))
+    engine.save_plain({"n": 1}, str(tmp_path / "tag" / "b.pt"))
+    engine.start()
+    assert engine.busy() and not file.exists() and engine.is_decoupled()
+    if by == "step":
+        engine.commit(engine.get_commit_info())
+    entries = engine.result()
+    assert entries == {name: checkpoint_files.entry_of(tmp_path / "tag" / name) for name in ("a.pt", "b.pt")}
+    assert engine.get_commit_info() is None and not engine.busy()
+    assert torch.equal(engine.load(str(file))["w"], torch.ones(3))
+
+
+def test_deepspeed_s_own_engines_publish_nothing_bad(datastates, tmp_path):
+    engine, info = datastates
+    engine.create(info)
+    with pytest.raises(FloatingPointError, match="a.pt holds NaN or infinity"):
+        engine.save({"w": torch.tensor([1.0, torch.nan])}, str(tmp_path / "tag" / "a.pt"))
+    engine.inner.save = lambda state, path: None  # as a decoupled engine whose process has died
+    engine.save({"w": torch.ones(1)}, str(tmp_path / "tag" / "a.pt"))
+    engine.start()
+    with pytest.raises(FileNotFoundError, match="a.pt"):
+        engine.result()
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
@@ -139,6 +199,32 @@ def test_every_engine_trains_on_and_loads_what_was_at_the_save(results, engine):
     """Two ranks; the writers are held until training has done another step."""
     for rank in results[engine]:
         assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "step": 2}, engine
+
+
+WRITERS = {"torch": "TorchCheckpointEngine", "python": "FastCheckpointEngine", "decoupled": "DecoupledCheckpointEngine"}
+OWN = [
+    *("torch, pipeline 0", "torch, pipeline 1", "python, pipeline 0", "python, pipeline 1"),
+    *(f"torch, {model} 1" for model in ("stage", "bf16", "experts")),
+    *(f"python, {model} {stage}" for model in ("stage", "bf16", "experts") for stage in range(4)),
+    *(f"decoupled, {model} {stage}" for model in ("stage", "bf16", "experts") for stage in (0, 3)),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OWN)
+def test_deepspeed_s_own_engines_load_what_was_at_the_save(results, case):
+    """Two ranks, two saves: one that the next step commits, one at the end of the run; no process is left."""
+    writer = case.split(",")[0]
+    for rank in results[case]:
+        assert rank == {
+            "engine": WRITERS[writer],
+            "decoupled": writer == "decoupled",
+            "left": 0,
+            "steps": [2, 3],
+            "damage": [None, None],
+            "same 2": True,
+            "same 3": True,
+        }
 
 
 @pytest.mark.slow

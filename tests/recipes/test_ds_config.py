@@ -15,6 +15,7 @@ from recipes.training.ds_config import (
     load_ds_config,
     parallel_sizes,
     precision,
+    selects_own_engine,
 )
 from recipes.training.recipe_file import load_recipe
 from recipes.training.settings import REPOSITORY, PipelineSettings
@@ -65,7 +66,11 @@ def test_good_config_and_notes_pass():
         ({"gradient_clipping": True}, "gradient_clipping: state it"),
         ({"bfloat16": True}, "bfloat16: must be a section"),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean grad_accum_dtype?"),
-        ({"checkpoint": {"writer": {"type": "fast"}}}, "recipes/pretrain.py does not offer it"),
+        ({"data_efficiency": {}}, "recipes/pretrain.py does not offer it"),
+        ({"checkpoint": {"writer": {"tpye": "fast"}}}, "did you mean type?"),
+        ({"checkpoint": {"writer": "fast"}}, "checkpoint.writer: must be a section, not 'fast'"),
+        ({"checkpoint": None}, "checkpoint: must be a section"),
+        ({"datastates_ckpt": True}, "datastates_ckpt: must be a section"),
         ({"optimizer": None}, "optimizer: must be a section"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "needs DeepSpeed's CPU Adam"),
     ],
@@ -124,6 +129,12 @@ def test_known_keys_are_those_of_the_installed_deepspeed():
     from deepspeed.module_inject.auto_ep_config import AutoEPConfig
     from deepspeed.monitor import config as monitors
     from deepspeed.runtime import precision_config
+    from deepspeed.runtime.constants import (
+        CHECKPOINT_PARALLEL_WRITE,
+        LOAD_UNIVERSAL_CHECKPOINT,
+        USE_NODE_LOCAL_STORAGE_CHECKPOINT,
+    )
+    from deepspeed.runtime.model_checkpointing.config import CHECKPOINT_DEFAULT_DICT, get_checkpoint_writer_config
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
     from deepspeed.runtime.zero import config as zero
     from deepspeed.runtime.zero import offload_config as offload
@@ -145,6 +156,10 @@ def test_known_keys_are_those_of_the_installed_deepspeed():
         assert set(KNOWN_KEYS[section]) == names, section
     names = {field.name for field in dataclasses.fields(AutoEPConfig) if not field.name.startswith("_")}
     assert set(KNOWN_KEYS["expert_parallel"]) == names
+    writer = get_checkpoint_writer_config({"writer": {"type": "python"}})
+    assert set(KNOWN_KEYS["checkpoint.writer"]) == set(writer)
+    read = {LOAD_UNIVERSAL_CHECKPOINT, USE_NODE_LOCAL_STORAGE_CHECKPOINT, CHECKPOINT_PARALLEL_WRITE}
+    assert set(KNOWN_KEYS["checkpoint"]) == set(CHECKPOINT_DEFAULT_DICT) | read
 
 
 def test_deepspeed_reads_every_known_top_level_key():
@@ -218,6 +233,82 @@ def test_layouts_that_deepspeed_refuses_or_gets_wrong(tiny, overrides, changes, 
     check_ds_config(config, "c.json", "cpu")
     with pytest.raises(InputError, match=re.escape(message)):
         check_layout(recipe, config, "c.json", "cpu")
+
+
+PYTHON = {"type": "python", "data_parallel": "replica"}
+
+
+def writer(**changes) -> dict:
+    return {"checkpoint": {"writer": {**PYTHON, **changes}}}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes"),
+    [
+        ([], {"checkpoint": {"writer": None}}),
+        (["pipeline.stages=2"], {"checkpoint": {"writer": None}}),
+        ([], {"checkpoint": {"writer": None}, "sequence_parallel_size": 2}),
+        *(([], {**writer(), **stage(n)}) for n in range(4)),
+        ([], {**writer(type="PYTHON", data_parallel="REPLICA"), **stage(1)}),
+        (["pipeline.stages=2"], writer()),
+        (["pipeline.stages=2", "pipeline.tensor_parallel_size=2"], writer()),
+        *(([], {**writer(decoupled=True), **stage(n)}) for n in (0, 3)),
+    ],
+)
+def test_checkpoint_engines_that_work(tiny, overrides, changes):
+    recipe, _ = load_recipe(tiny, overrides)
+    config = {**TINY_DS_CONFIG, **changes}
+    check_ds_config(config, "c.json", "cpu")
+    check_layout(recipe, config, "c.json", "cpu")
+    assert selects_own_engine(config) and not selects_own_engine(TINY_DS_CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "message"),
+    [
+        ([], {"checkpoint": {}}, "checkpoint.writer: state null"),
+        ([], {"checkpoint": {"writer": {}}}, "checkpoint.writer.type: None must be python or fast"),
+        ([], writer(type="mock"), "checkpoint.writer.type: 'mock' must be python or fast"),
+        ([], writer(type="fast"), "checkpoint.writer.type: fast needs an accelerator"),
+        ([], {"checkpoint": {"writer": {"type": "python"}}}, "checkpoint.writer.data_parallel: None must be"),
+        ([], writer(data_parallel="socket"), "checkpoint.writer.data_parallel: 'socket' must be"),
+        ([], writer(decoupled=1), "checkpoint.writer.decoupled: 1 must be true or false"),
+        ([], writer(decoupled=True), "decoupled: true does not go with zero_optimization.stage 1"),
+        ([], {**writer(decoupled=True), **stage(2)}, "decoupled: true does not go with zero_optimization.stage 2"),
+        (
+            ["pipeline.stages=2"],
+            {**writer(decoupled=True), **stage(0)},
+            "decoupled: true does not go with pipeline.stages",
+        ),
+        ([], {**writer(), **TP}, "checkpoint.writer: does not go with tensor_parallel.autotp_size 2"),
+        ([], {**writer(), "sequence_parallel_size": 2}, "does not go with sequence_parallel_size 2"),
+        ([], writer(io_buffer_size=1), "checkpoint.writer.io_buffer_size: has no effect with type python"),
+        ([], {**writer(), "datastates_ckpt": {}}, "datastates_ckpt: does not go with checkpoint.writer"),
+        (["checkpoint.host_memory_gib=1"], writer(), "know no checkpoint.host_memory_gib"),
+        ([], {"datastates_ckpt": {"enabled": False}}, "DeepSpeed takes any such section for true"),
+        ([], {"datastates_ckpt": {"enabled": True}}, "datastates_ckpt: DataStates needs an NVIDIA GPU"),
+        *(
+            ([], {"checkpoint": {"writer": None, key: True}}, f"checkpoint.{key}: not here")
+            for key in KNOWN_KEYS["checkpoint"]
+            if key != "writer"
+        ),
+    ],
+)
+def test_checkpoint_engines_that_deepspeed_gets_wrong(tiny, overrides, changes, message):
+    recipe, _ = load_recipe(tiny, overrides)
+    config = {**TINY_DS_CONFIG, **changes}
+    check_ds_config(config, "c.json", "cpu")
+    with pytest.raises(InputError, match=re.escape(message)):
+        check_layout(recipe, config, "c.json", "cpu")
+
+
+def test_checkpoint_engines_on_a_gpu(tiny):
+    recipe, _ = load_recipe(tiny)
+    check_layout(recipe, {**TINY_DS_CONFIG, **writer(type="fast"), **stage(3)}, "c.json", "cuda")
+    with pytest.raises(InputError, match="fast does not go with zero_optimization.stage 1: it names its files so"):
+        check_layout(recipe, {**TINY_DS_CONFIG, **writer(type="fast")}, "c.json", "cuda")
+    with pytest.raises(InputError, match="datastates_ckpt: DataStates is not installed"):
+        check_layout(recipe, {**TINY_DS_CONFIG, "datastates_ckpt": {"host_cache_size": 1}}, "c.json", "cuda")
 
 
 @pytest.mark.parametrize("stages", [0, 3, -1])

@@ -22,6 +22,7 @@ from tests.conftest import REPOSITORY, TINY_RECIPE, last_step, launch, launch_ru
 
 pytestmark = pytest.mark.slow
 FAULTS = Path(__file__).resolve().parents[1] / "faults"
+OWN_ENGINE = ("ds.checkpoint.writer.type=python", "ds.checkpoint.writer.data_parallel=replica")
 SLOW = {"PYTHONPATH": str(FAULTS), "SLOW_STEP_S": "0.4"}
 
 
@@ -52,7 +53,10 @@ def interrupt(folder, how, at_step, number=signal.SIGTERM, *overrides):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """The same run twice: uninterrupted, and stopped by SIGUSR1 to a rank, SIGKILL to all, SIGTERM to starter and group."""
+    """The same run twice: uninterrupted, and stopped by SIGUSR1 to a rank, SIGKILL to all, SIGTERM to starter and group.
+
+    The last two attempts save with DeepSpeed's own engine: one loads what ours has saved, the other what it has itself.
+    """
     folder = tmp_path_factory.mktemp("runs")
     whole, broken = folder / "whole", folder / "broken"
     # A phase that begins in the middle of step 8, and documents that do not see each other.
@@ -68,8 +72,8 @@ def runs(tmp_path_factory):
     outputs.append(interrupt(broken, "rank", 2, signal.SIGUSR1))
     outputs.append(interrupt(broken, "group", 7, signal.SIGKILL))
     outputs.append(interrupt(broken, "starter", 10, signal.SIGTERM, "checkpoint.on_signal=false"))
-    outputs.append(interrupt(broken, "group", 11))
-    outputs.append(launch_run(broken / "tiny.yaml"))
+    outputs.append(interrupt(broken, "group", 11, signal.SIGTERM, *OWN_ENGINE))
+    outputs.append(launch_run(broken / "tiny.yaml", *OWN_ENGINE))
     return whole, broken, outputs
 
 
@@ -94,6 +98,7 @@ def test_codes_and_closing_lines(runs):
     assert re.search(r"the run had got to step 1\d: steps 10 to", group.output)
     assert not any("did not come out as before" in r.output for r in (usr1, kill, term, group, last))
     assert "finished at step 14" in last.output
+    assert all("written by DeepSpeed's FastCheckpointEngine" in r.output for r in (group, last))
 
 
 def test_interrupted_run_equals_the_uninterrupted_one_bitwise(runs):
