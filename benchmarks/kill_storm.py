@@ -158,14 +158,13 @@ def storm(folder: Path, kills: int, seed: int) -> dict:
         code = supervisor.wait(120)
     if code != 0:
         wrong.append(f"the last start ended with code {code}")
-    last = max(line["step"] for line in lines_of(run))
-    undisturbed = compare(folder, recipe, run, last, wrong)
+    steps = compare(folder, recipe, run, wrong)
     return {
         "kills": kills,
         "killed": dict(sorted(killed.items())),
         "starts": attempt,
-        "steps": last,
-        "steps_repeated": len(lines_of(run)) - undisturbed,
+        "steps": steps,
+        "steps_repeated": len(lines_of(run)) - steps,
         "most_steps_lost_to_one_kill": max(lost),
         "kills_that_cost_more_than_an_interval": sum(steps > INTERVAL for steps in lost),
         "interval": INTERVAL,
@@ -201,12 +200,16 @@ def is_started_again(run: Path, attempt: int) -> bool:
     return attempts(run) > attempt
 
 
-def compare(folder: Path, recipe: Path, run: Path, last: int, wrong: list[str]) -> int:
+def compare(folder: Path, recipe: Path, run: Path, wrong: list[str]) -> int:
     """Adds to `wrong` what differs from a run that nothing happens to; returns the number of its steps."""
     import torch
 
+    # A start that was killed can have come further than the last one, whose newest checkpoint has the final weights.
+    steps = max(line["step"] for line in lines_of(run))
+    saved = checkpoint_files.checkpoints(run / "checkpoints")[-1]
     log = folder / "whole.log"
-    whole = start(recipe, log, "name=whole", f"schedule.steps={last}", module="launch.run", slow=False)
+    options = [f"schedule.steps={steps}", f"checkpoint.every_steps={checkpoint_files.step_of(saved)}"]
+    whole = start(recipe, log, "name=whole", *options, module="launch.run", slow=False)
     if whole.wait(600) != 0:
         raise RuntimeError(f"the undisturbed run failed:\n{log.read_text()[-3000:]}")
     expected = {line["step"]: line["loss"] for line in lines_of(folder / "runs" / "whole")}
@@ -215,10 +218,10 @@ def compare(folder: Path, recipe: Path, run: Path, last: int, wrong: list[str]) 
             wrong.append(
                 f"step {line['step']} of start {line['attempt']}: loss {line['loss']}, not {expected[line['step']]}"
             )
-    files = [f / "checkpoints" / checkpoint_files.tag(last) for f in (run, folder / "runs" / "whole")]
+    files = [saved, folder / "runs" / "whole" / "checkpoints" / saved.name]
     weights = [torch.load(f / "mp_rank_00_model_states.pt", weights_only=False)["module"] for f in files]
     if not all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0]):
-        wrong.append(f"the weights after step {last} differ")
+        wrong.append(f"the weights of {saved.name} differ")
     return len(expected)
 
 
