@@ -327,7 +327,9 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
     for key in ("tensor_parallel.autotp_size", "expert_parallel.autoep_size", "sequence_parallel_size"):
         *section, last = key.split(".")
         values = config.get(section[0], {}) if section else config
-        if (value := values.get(last, 1)) and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        value = values.get(last, 1)
+        least = 0 if last == "autotp_size" else 1  # DeepSpeed's default, off
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
             refuse(key, f"{value!r} must be a positive integer")
     if accelerator == "cpu" and recipe.compute.attention.startswith("flash"):
         raise InputError(f"compute.attention {recipe.compute.attention} needs a GPU; use sdpa")
@@ -401,8 +403,8 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
             refuse("expert_parallel.load_balance_coeff", "DeepSpeed refuses it; use model.router_aux_loss_coef")
         if section.get("preset_model", model.family) != model.family:
             refuse("expert_parallel.preset_model", f"{section['preset_model']!r} is not model.family {model.family}")
-        for key in ("zero_hpz_partition_size", "zero_quantized_gradients"):
-            if stage == 3 and config["zero_optimization"].get(key, 1) not in (1, False):
+        for key, off in (("zero_hpz_partition_size", 1), ("zero_quantized_gradients", False)):
+            if stage == 3 and config["zero_optimization"].get(key, off) != off:
                 refuse(f"zero_optimization.{key}", "does not go with expert_parallel at ZeRO stage 3; take it out")
         if accelerator == "cpu" and section.get("use_grouped_mm", True):
             refuse("expert_parallel.use_grouped_mm", "a CPU has no grouped matrix product; state false")

@@ -198,6 +198,8 @@ def stage(number: int) -> dict:
         ([], {"tensor_parallel": {"autotp_size": "2"}}, "autotp_size: '2' must be a positive integer"),
         ([], {**TP, "sequence_parallel_size": 2}, "sequence_parallel_size: 2 does not go with tensor_parallel"),
         ([], {"sequence_parallel_size": 2, **stage(0)}, "sequence_parallel_size: 2 needs ZeRO stage 1, 2 or 3"),
+        ([], {"sequence_parallel_size": 0}, "sequence_parallel_size: 0 must be a positive integer"),
+        ([], {"sequence_parallel_size": None}, "sequence_parallel_size: None must be a positive integer"),
         ([], {"sequence_parallel_size": 3}, "sequence_parallel_size: 3 does not divide data.seq_length 16"),
         ([], {"sequence_parallel_size": 8}, "sequence_parallel_size: 8 does not divide num_attention_heads 4"),
         (["compute.attention=eager"], {"sequence_parallel_size": 2}, "needs compute.attention sdpa"),
@@ -222,6 +224,11 @@ def stage(number: int) -> dict:
             "is not model.family qwen3_moe",
         ),
         (MOE, {"expert_parallel": {**EP["expert_parallel"], "load_balance_coeff": 0.1}}, "router_aux_loss_coef"),
+        (MOE, {"expert_parallel": {"enabled": True, "autoep_size": 0}}, "autoep_size: 0 must be a positive integer"),
+        *(
+            (MOE, {**EP, "zero_optimization": {"stage": 3, key: value}}, f"{key}: does not go with expert_parallel")
+            for key, value in (("zero_hpz_partition_size", 2), ("zero_quantized_gradients", True))
+        ),
     ],
 )
 def test_layouts_that_deepspeed_refuses_or_gets_wrong(tiny, overrides, changes, message):
