@@ -278,7 +278,7 @@ def run_search(prepared: Prepared, kind: Kind, hardware: Hardware, output: Path 
     if output is not None:
         best = found[0]
         note = {**config.get("_hardware", {}), "device": kind.name, "devices": hardware.devices}
-        note["devices_per_node"] = hardware.devices_per_node
+        note |= {"devices_per_node": hardware.devices_per_node, "fast_domain": hardware.near}
         write_text(
             output,
             json.dumps({"_hardware": note, **{k: v for k, v in best.config.items() if k != "_hardware"}}, indent=2)

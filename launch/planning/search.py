@@ -11,6 +11,7 @@ from launch.planning.memory import GIB, Memory, fullest_rank
 from launch.planning.shape import Shape
 from launch.planning.speed import StepTime, step_time, work_of
 from recipes.training import ds_config
+from recipes.training.settings import PipelineSettings
 from recipes.training.sizes import MICRO, Sizes, resolve_sizes
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
@@ -78,17 +79,24 @@ def _variants(recipe, config: dict, shape: Shape, hardware: Hardware):
                             variant[MICRO] = micro
                             variant["zero_optimization"] = {**plain.get("zero_optimization", {}), "stage": zero}
                             overrides = {"compute.activation_checkpoint_interval": interval}
-                            section, loss = replace(recipe.pipeline, stages=None, tensor_parallel_size=1), recipe.loss
+                            section, loss = PipelineSettings(), recipe.loss
                             if pipeline > 1:
-                                section = replace(section, stages=pipeline, tensor_parallel_size=tensor)
+                                section = replace(recipe.pipeline, stages=pipeline, tensor_parallel_size=tensor)
                                 loss = replace(loss, chunk_tokens=None)
                                 overrides |= {
                                     "pipeline.stages": pipeline,
                                     "pipeline.tensor_parallel_size": tensor,
                                     "loss.chunk_tokens": "null",
                                 }
-                            elif tensor > 1:
-                                variant["tensor_parallel"] = {"autotp_size": tensor}
+                            else:
+                                if recipe.pipeline != section:
+                                    overrides |= {
+                                        "pipeline.stages": "null",
+                                        "pipeline.tensor_parallel_size": 1,
+                                        "pipeline.partition": section.partition,
+                                    }
+                                if tensor > 1:
+                                    variant["tensor_parallel"] = {"autotp_size": tensor}
                             if "expert_parallel" in variant:
                                 variant["expert_parallel"] = {**plain["expert_parallel"], "autoep_size": expert}
                             elif expert > 1:

@@ -115,14 +115,22 @@ def test_mistakes():
     refused("--pipeline_chart needs pipeline.stages of 2 or more", "8b", "--pipeline_chart", "chart.png")
 
 
-def test_search_writes_a_config_that_plans_as_it_said(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("8b", []),
+        ("1b3_tp2_pp2", []),  # whose own pipeline the best layout may not have
+        ("8b", ["--gpu", "gb200", "--devices_per_node", "4", "--fast_domain", "16"]),
+    ],
+)
+def test_search_writes_a_config_that_plans_as_it_said(capsys, tmp_path, name, options):
     written = tmp_path / "C.json"
-    assert plan.main(["8b", "--search", "--gpus", "16", "--write", str(written)]) == 0
+    assert plan.main([name, "--search", "--gpus", "16", *options, "--write", str(written)]) == 0
     printed = capsys.readouterr().out.splitlines()
     speeds = [float(line.split()[0].replace(",", "")) for line in printed[1:-1]]
     assert 1 < len(speeds) <= plan.SHOWN and speeds == sorted(speeds, reverse=True)
     overrides = printed[-1].partition("run it with ")[2].split()
-    values = planned(capsys, "8b", "--deepspeed_config", written, *overrides)
+    values = planned(capsys, name, "--deepspeed_config", written, *overrides)
     assert values["fits"] and values["gpus"] == 16
     assert values["tokens_per_s"] == pytest.approx(speeds[0], abs=1)
     assert f"{values['memory_bytes']['device'] / GIB:.1f} GiB" in printed[1]
