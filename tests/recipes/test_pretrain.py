@@ -87,15 +87,25 @@ def by_step(run, key):
 
 
 def test_codes_and_closing_lines(runs):
-    _, _, (whole, usr1, kill, term, group, last) = runs
+    _, broken, (whole, usr1, kill, term, group, last) = runs
+    run = broken / "runs" / "tiny"
     good = (whole, usr1, term, group, last)
     assert [r.code for r in good] == [0] * 5, [r.output for r in good]
     assert "stopped at step" in group.output
     assert kill.code == 1 and "SIGKILL" in kill.last_line
     assert "the same command goes on from here" in usr1.output and "resumed from" in term.output
-    assert re.search(r"the run had got to step ([78]): steps 7 to \1 are taken again", term.output)
-    assert re.search(r"stopped at step 1\d of 14 by SIGTERM; the same command goes on from step 9", term.output)
-    assert re.search(r"the run had got to step 1\d: steps 10 to", group.output)
+    # On a loaded machine a signal can come a step or two late.
+    steps = {number: [line["step"] for line in metrics(run) if line["attempt"] == number] for number in range(1, 6)}
+    for attempt, output in ((3, term.output), (4, group.output)):
+        begun, got = steps[attempt][0], steps[attempt - 1][-1]
+        told = [
+            int(step) for step in re.findall(rf"the run had got to step (\d+): steps {begun} to \1 are taken", output)
+        ]
+        # The light state comes after the line in metrics.jsonl.
+        assert told in ([[got], [got - 1]] if got > begun else [[got], []] if got == begun else [[]]), (begun, got)
+    stop, saved = steps[3][-1], steps[4][0] - 1
+    where = "here" if saved == stop else f"step {saved}"
+    assert f"stopped at step {stop} of 14 by SIGTERM; the same command goes on from {where}" in term.output
     assert not any("did not come out as before" in r.output for r in (usr1, kill, term, group, last))
     assert "finished at step 14" in last.output
     assert all("written by DeepSpeed's FastCheckpointEngine" in r.output for r in (group, last))
