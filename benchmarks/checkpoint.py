@@ -2,14 +2,19 @@
 
     torchrun --nproc_per_node 2 benchmarks/checkpoint.py [--million_parameters 100] [--saves 5] [--directory DIR]
 
-One engine (ZeRO-1, Adam, fp32 on a CPU, bf16 elsewhere) saves the same state three ways in one run: DeepSpeed's own
-engine, which neither makes files durable nor hashes them, then this repository's with checkpoint.asynchronous false and
-true. The first save of each, which allocates memory, is not counted. Rank 0 prints the results as JSON.
+One engine (ZeRO-1, Adam, fp32 on a CPU, bf16 elsewhere) saves the same state several ways in one run: DeepSpeed's own
+engine, which neither makes files durable nor hashes them, this repository's with checkpoint.asynchronous false and true,
+and where they are there, dlrover's flash checkpoint and DataStates. The first save of each, which allocates memory, is
+not counted. Rank 0 prints the results as JSON, with why for what was not compared.
+
+dlrover: pip install --target DIR --no-deps dlrover pynvml nvidia-ml-py deprecated wrapt, then PYTHONPATH=DIR. DataStates
+is not on PyPI (https://github.com/DataStates/datastates-llm) and needs an NVIDIA GPU; it was never tried here.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,9 +33,11 @@ from recipes.training import distributed
 
 WORDS, WIDTH, LENGTH = 8192, 768, 32
 STEPS_BETWEEN = 3  # timed without a save under way
+DATASTATES_CACHE_GIB = 8  # of host memory on each rank
 
 
-def build_engine(layers: int, device: str):
+def build_engine(layers: int, device: str, **sections):
+    """`sections`: of the ds_config, beside the usual ones."""
     import deepspeed
     import torch
 
@@ -51,6 +59,7 @@ def build_engine(layers: int, device: str):
         "zero_optimization": {"stage": 1},
         "gradient_clipping": 1.0,
         "bf16": {"enabled": device != "cpu"},
+        **sections,
     }
     engine, *_ = deepspeed.initialize(
         model=model,
@@ -139,6 +148,60 @@ def our_saves(engine, recipe, sizes, saves: int) -> dict:
     }
 
 
+def dlrover_saves(engine, directory: Path, saves: int) -> dict | str:
+    """dlrover's flash checkpoint: seconds of each save, and what is wrong with it as shipped; or why it is not compared.
+
+    Each save waits until the one before is on the disk: dlrover leaves out one that comes earlier.
+    """
+    os.environ.setdefault("DLROVER_LOG_LEVEL", "ERROR")
+    try:
+        from dlrover.trainer.torch.flash_checkpoint.deepspeed import DeepSpeedCheckpointer
+    except ImportError as error:
+        return f"not compared: {error}; benchmarks/checkpoint.py says how to install it"
+    import torch
+    import torch.distributed as dist
+
+    checkpointer, torch_save = DeepSpeedCheckpointer(engine, str(directory)), torch.save
+    tracker, seconds, wrong = directory / "dlrover_latest.txt", [], None
+    for step in range(1, saves + 1):
+        train_step(engine)
+        dist.barrier()
+        begin = time.perf_counter()
+        try:
+            checkpointer.save_checkpoint(str(directory), step)
+        except TypeError as error:
+            if wrong is not None:
+                raise
+            # What it puts in the place of torch.save lacks an argument that DeepSpeed gives. It is a method of a
+            # CheckpointEngine, which DeepSpeed takes as well.
+            torch.save, versions = torch_save, [f"{name} {version(name)}" for name in ("dlrover", "deepspeed")]
+            wrong = (
+                f"as shipped, {' with '.join(versions)} fails: {error}; measured with its agent as checkpoint_engine"
+            )
+            engine.checkpoint_engine = checkpointer._ckpt_agent
+            checkpointer.save_checkpoint(str(directory), step)
+        dist.barrier()
+        seconds.append(time.perf_counter() - begin)
+        while not tracker.exists() or tracker.read_text().strip() != str(step):
+            time.sleep(0.1)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(directory / str(step))
+    checkpointer._async_save_engine._shm_handler.unlink()  # else the copy outlives the run
+    return {"stand_still_s": seconds, "as_shipped": wrong}
+
+
+def datastates_saves(layers: int, device: str, recipe, sizes, saves: int) -> dict | str:
+    """DataStates by the ds_config, with this repository's manifest; or why it is not compared."""
+    if importlib.util.find_spec("datastates") is None:
+        return "not compared: not installed, and not on PyPI (https://github.com/DataStates/datastates-llm)"
+    if device != "cuda":
+        return "not compared: it needs an NVIDIA GPU"
+    section = {"host_cache_size": DATASTATES_CACHE_GIB, "parser_threads": 2}
+    _, engine = build_engine(layers, device, datastates_ckpt=section)
+    return our_saves(engine, recipe, sizes, saves)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--million_parameters", type=int, default=100)
@@ -154,8 +217,9 @@ def main() -> None:
     from recipes.training.sizes import Sizes
 
     per_layer = WIDTH * WIDTH * (4 + 3 * 4)
-    layers = -(-(arguments.million_parameters * 10**6 - 2 * WORDS * WIDTH) // per_layer)
-    settings, engine = build_engine(max(layers, 1), device)
+    layers = max(-(-(arguments.million_parameters * 10**6 - 2 * WORDS * WIDTH) // per_layer), 1)
+    settings, engine = build_engine(layers, device)
+    deepspeed_engine = engine.checkpoint_engine
     parameters = sum(p.numel() for p in engine.module.parameters())
     world = place.world_size
     sizes = Sizes(world, world, 1, 1, 1, 1, 4, 1, 4 * world)
@@ -174,6 +238,9 @@ def main() -> None:
                 seed=1,
             )
             results[kind] = our_saves(engine, recipe, sizes, arguments.saves)
+        engine.checkpoint_engine = deepspeed_engine
+        results["dlrover"] = dlrover_saves(engine, directory, arguments.saves)
+        results["datastates"] = datastates_saves(layers, device, recipe, sizes, arguments.saves)
     finally:
         dist.barrier()
         if place.rank == 0:
@@ -190,6 +257,13 @@ def report(results: dict, parameters: int, world: int) -> None:
         "synchronous": statistics.median(synchronous["stand_still_s"][1:]),
         "asynchronous": statistics.median(asynchronous["stand_still_s"][1:]),
     }
+    notes = {}
+    for kind in ("dlrover", "datastates"):
+        if isinstance(results[kind], str):
+            notes[kind] = results[kind]
+        else:
+            stands[kind] = statistics.median(results[kind]["stand_still_s"][1:])
+            notes[kind] = results[kind].get("as_shipped")
     cores = len(os.sched_getaffinity(0))
     values = {
         "parameters": parameters,
@@ -207,6 +281,7 @@ def report(results: dict, parameters: int, world: int) -> None:
             asynchronous["writer_cpu_s"] / statistics.mean(asynchronous["writing_s"]) / cores, 3
         ),
         "host_memory_gib_per_rank": round(asynchronous["host_memory_gib"], 2),
+        **{kind: note for kind, note in notes.items() if note is not None},
     }
     print(json.dumps(values, indent=2))
 

@@ -148,7 +148,7 @@ def own_engines() -> dict:
     python = {"type": "python", "data_parallel": "replica"}
     cases = {}
     for kind, writer, stages in (
-        ("torch", None, (1,)),
+        ("torch", None, (0, 1, 2, 3)),
         ("python", python, (0, 1, 2, 3)),
         ("decoupled", {**python, "decoupled": True}, (0, 3)),
     ):

@@ -21,6 +21,8 @@ TENSOR = "ds.tensor_parallel.autotp_size=2"
 SEQUENCE = "ds.sequence_parallel_size=2"
 PIPELINE = "pipeline.stages=2"
 EXPERT = ["ds.expert_parallel." + key for key in ("enabled=true", "autoep_size=2", "use_grouped_mm=false")]
+TORCH = "ds.checkpoint.writer=null"  # DeepSpeed's own engines
+PYTHON = ["ds.checkpoint.writer.type=python", "ds.checkpoint.writer.data_parallel=replica"]
 BF16 = "ds.bf16.enabled=true"
 
 
@@ -34,6 +36,9 @@ LAYOUTS = {
     **{f"tensor {n}": ("llama", stage(n, TENSOR)) for n in (0, 2)},
     **{f"pipeline {n}": ("llama", stage(n, PIPELINE)) for n in (0, 1)},
     "sequence": ("llama", stage(3, SEQUENCE)),
+    "tensor own": ("llama", stage(2, TENSOR, TORCH)),
+    "sequence own": ("llama", stage(3, SEQUENCE, TORCH)),
+    "python own": ("llama", stage(1, *PYTHON)),
     **{f"bf16 {n}": ("llama", stage(n, BF16)) for n in (0, 1, 3)},
     "bf16 pipeline": ("llama", stage(1, BF16, PIPELINE, "ds.data_types.grad_accum_dtype=fp32")),
     "moe": ("qwen3_moe", stage(1)),
@@ -58,6 +63,11 @@ PAIRS = [(f"zero {a}", f"zero {b}") for a in range(4) for b in range(4) if a != 
     ("pipeline 1", "tensor 2"),
     ("pipeline 0", "tensor 0"),
     ("zero 0", "sequence"),
+    ("tensor own", "tensor own"),
+    ("tensor 2", "tensor own"),
+    ("sequence own", "sequence own"),
+    ("python own", "zero 3"),
+    ("zero 2", "python own"),
     ("sequence", "pipeline 1"),
     ("bf16 1", "bf16 3"),
     ("bf16 3", "bf16 pipeline"),
