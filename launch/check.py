@@ -20,7 +20,7 @@ from recipes import models
 from recipes.training import checkpoint_files
 from recipes.training.ds_config import load_ds_config, precision, zero_stage
 from recipes.training.prepare import Prepared, prepare
-from recipes.training.recipe_file import recipe_parser
+from recipes.training.recipe_file import load_recipe, recipe_parser
 from recipes.training.remarks import remarks
 from recipes.training.settings import REPOSITORY
 
@@ -116,7 +116,7 @@ def shipped() -> list[tuple[str, Path]]:
 def main(argv: list[str] | None = None) -> int:
     usage = "python -m launch.check [options] R.yaml [KEY=VALUE ...]"
     parser = check_parser(__doc__.splitlines()[0], prog="python -m launch.check", usage=usage)
-    parser.add_argument("--world_size", type=int, help="ranks; without it, sizes that depend on them are not checked")
+    parser.add_argument("--world_size", type=int, help="ranks (default: _hardware.devices, if stated)")
     parser.add_argument(
         "--all", action="store_true", help="every shipped ds_config, at its _hardware.devices, data left out"
     )
@@ -125,15 +125,19 @@ def main(argv: list[str] | None = None) -> int:
         for arguments.recipe, path in shipped():
             arguments.deepspeed_config = str(path)
             hardware = hardware_of(load_ds_config(path), path.name)
-            accelerator = "cpu" if hardware.device == "cpu" else "cuda"
-            prepared = check(arguments, hardware.devices, accelerator, files=False)
+            prepared = check(arguments, hardware.devices, hardware.accelerator, files=False)
             title = f"{path.name}, {hardware.devices} x {kind_of(hardware.device).name}"
             print("\n".join([title, describe(prepared), *all_remarks(prepared, hardware)]), end="\n\n")
         return 0
     if not arguments.overrides or "=" in arguments.overrides[0]:
         raise InputError(f"name a recipe first, or pass --all; usage: {usage}")
     arguments.recipe, *arguments.overrides = arguments.overrides
-    prepared = check(arguments, arguments.world_size, find_accelerator())
+    recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config)
+    config, world_size, accelerator = load_ds_config(recipe.deepspeed_config, overrides), arguments.world_size, None
+    if "_hardware" in config:  # what it is for, not what this machine is
+        hardware = hardware_of(config, recipe.deepspeed_config)
+        world_size, accelerator = world_size or hardware.devices, hardware.accelerator
+    prepared = check(arguments, world_size, accelerator or find_accelerator())
     said = [*check_space(prepared), *all_remarks(prepared, hardware_for(arguments, prepared))]
     print("\n".join([describe(prepared), *said]))
     print("ok")

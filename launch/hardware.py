@@ -29,6 +29,11 @@ class Kind:
     host_gb_s: float
     calibration: str
 
+    @property
+    def accelerator(self) -> str:
+        """As DeepSpeed calls it."""
+        return "cpu" if self.name == "cpu" else "cuda"
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -52,6 +57,11 @@ class Hardware:
     @property
     def nodes(self) -> int:
         return -(-self.devices // self.devices_per_node)
+
+    @property
+    def accelerator(self) -> str:
+        """DeepSpeed's name of it. Raises InputError for a device that is no kind."""
+        return kind_of(self.device).accelerator
 
     @property
     def near(self) -> int:

@@ -10,7 +10,7 @@ from launch.hardware import Hardware, Kind, check_topology
 from launch.planning.memory import GIB, Memory, fullest_rank
 from launch.planning.shape import Shape
 from launch.planning.speed import StepTime, step_time, work_of
-from recipes.training import ds_config
+from recipes.training import ds_config, ds_config_rules
 from recipes.training.settings import PipelineSettings
 from recipes.training.sizes import MICRO, Sizes, resolve_sizes
 
@@ -38,8 +38,8 @@ def search(recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware) -
     found = []
     for changed, variant, overrides in _variants(recipe, config, shape, hardware):
         try:
-            ds_config.check_ds_config(variant, "", kind_accelerator(kind))
-            ds_config.check_layout(changed, variant, "", kind_accelerator(kind))
+            ds_config_rules.check_ds_config(variant, "", kind.accelerator)
+            ds_config_rules.check_layout(changed, variant, "", kind.accelerator)
             parallel = ds_config.parallel_sizes(variant, changed.pipeline)
             sizes = resolve_sizes(changed.global_batch_size, variant, hardware.devices, **parallel)
             check_topology(sizes, hardware, "")
@@ -52,10 +52,6 @@ def search(recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware) -
         time = step_time(work, kind, hardware)
         found.append(Candidate(variant, overrides, sizes, memory, time, work.tokens / time.total))
     return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
-
-
-def kind_accelerator(kind: Kind) -> str:
-    return "cpu" if kind.name == "cpu" else "cuda"
 
 
 def _divisors(number: int, most: int) -> list[int]:

@@ -37,9 +37,12 @@ def build_model(
 
     family = models.family(settings.family)
     source = None if settings.init_from is None else SourceWeights.open(settings, seq_length)
+    config = family.hf_config(settings, seq_length)
     context = deepspeed.zero.Init(config_dict_or_path=ds_config) if zero_stage == 3 else contextlib.nullcontext()
     with context:
-        model = AutoModelForCausalLM.from_config(family.hf_config(settings, seq_length), attn_implementation=attention)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    if zero_stage == 3:
+        make_rotary_tables_again(model)
     expected = family.parameter_count(settings)
     counted = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
     assert counted == expected, f"{settings.family}: built {counted} parameters, parameter_count says {expected}"
@@ -52,6 +55,18 @@ def build_model(
         initialize_weights({name: parameters[name] for name in padded}, settings, seed)
         source.load(tensors)
     return model
+
+
+def make_rotary_tables_again(model) -> None:
+    """Give a model made under zero.Init the rotary tables that it has at every other stage.
+
+    DeepSpeed 0.19.8 makes every tensor there in the weights' low precision: rounded to bf16 the tables turn position 8191
+    by up to 15 radians too far.
+    """
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if hasattr(child, "inv_freq"):
+                setattr(parent, name, type(child)(child.config).to(child.inv_freq.device))
 
 
 def full_shape(tensor: torch.Tensor) -> torch.Size:

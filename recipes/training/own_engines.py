@@ -1,7 +1,7 @@
 """DeepSpeed's own checkpoint engines, published as ours are: the ds_config's `checkpoint` or `datastates_ckpt` selects one.
 
 They write the files, in the training thread or in processes of their own. Once the files are whole, a thread hashes them
-and makes them durable. Which work with what: docs/upstream.md; ds_config.check_layout refuses the others.
+and makes them durable. Which work with what: docs/upstream.md; ds_config_rules.check_layout refuses the others.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from data_prep.errors import InputError, of_file
 from data_prep.samples import DataSpec, SampleStream
-from recipes.training import checkpoint_files, ds_config
+from recipes.training import checkpoint_files, ds_config, ds_config_rules
 from recipes.training.recipe_file import load_recipe
 from recipes.training.settings import SYNTHETIC, Recipe
 from recipes.training.sizes import Sizes, resolve_sizes
@@ -66,8 +66,8 @@ def _prepare(arguments, world_size, accelerator, files, content, script) -> Prep
         raise InputError(f"{arguments.recipe} {state}: start it with {recipe.entry_script}, not {script}")
     config = ds_config.load_ds_config(recipe.deepspeed_config, overrides)
     where = " ".join([recipe.deepspeed_config, *(f"ds.{override}" for override in overrides)])
-    ds_config.check_ds_config(config, where, accelerator)
-    ds_config.check_layout(recipe, config, where, accelerator)
+    ds_config_rules.check_ds_config(config, where, accelerator)
+    ds_config_rules.check_layout(recipe, config, where, accelerator)
     parallel = ds_config.parallel_sizes(config, recipe.pipeline)
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size, **parallel)
     if not files:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from data_prep.errors import InputError
 from data_prep.token_file import is_url
 from recipes import models
 from recipes.training.settings import SYNTHETIC, PipelineSettings, Recipe
+
+LAYERS = ("Embedding", "Block", "FinalNorm", "Head")  # classes of recipes/models/pipeline.py
 
 
 def check_recipe(recipe: Recipe, where) -> None:
@@ -141,6 +145,15 @@ def check_recipe(recipe: Recipe, where) -> None:
     models.family(recipe.model.family).check(recipe.model, recipe.data.seq_length, need)
 
 
+def _names_layers(partition: str) -> bool:
+    """Whether it is type:REGEX, and the expression finds a class of recipes/models/pipeline.py, as DeepSpeed looks."""
+    kind, _, expression = partition.partition(":")
+    try:
+        return kind == "type" and any(re.search(expression, name, re.IGNORECASE) for name in LAYERS)
+    except re.error:
+        return False
+
+
 def check_pipeline(recipe: Recipe, need) -> None:
     pipeline = recipe.pipeline
     if pipeline.stages is None:
@@ -165,7 +178,7 @@ def check_pipeline(recipe: Recipe, need) -> None:
         f"{pipeline.tensor_parallel_size} must be positive",
     )
     need(
-        pipeline.partition in ("parameters", "uniform", "cost") or pipeline.partition.startswith("type:"),
+        pipeline.partition in ("parameters", "uniform", "cost") or _names_layers(pipeline.partition),
         "pipeline.partition",
-        f"{pipeline.partition!r} must be parameters, uniform, cost or type:CLASS_REGEX",
+        f"{pipeline.partition!r} must be parameters, uniform, cost, or type:REGEX that finds {', '.join(LAYERS)}",
     )

@@ -46,6 +46,19 @@ def test_everything_shipped_passes_at_its_own_world_size(capsys):
     )
 
 
+def test_a_config_is_checked_for_the_hardware_that_it_states(tiny, capsys, monkeypatch):
+    monkeypatch.setattr(check, "find_accelerator", lambda: "cpu")
+    flash = "compute.attention=flash_attention_2"
+    refused(tiny, "compute.attention flash_attention_2 needs a GPU", flash)
+    change_json(tiny, _hardware={"device": "h100-80gb", "devices": 2})
+    assert any("on 2 ranks" in line for line in lines(tiny, capsys, flash))
+    assert any("on 4 ranks" in line for line in lines(tiny, capsys, flash, "--world_size", 4))
+    change_json(tiny, _hardware={"device": "h100-80gb", "devices": 3})
+    refused(tiny, "8 is not divisible by", flash)
+    change_json(tiny, _hardware={"device": "h1000"})
+    refused(tiny, "h1000", flash)
+
+
 def test_variants_name_their_hardware():
     for path in (REPOSITORY / "ds_configs").glob("*.*.json"):
         name = path.name.split(".")[1].split("-")[0]
@@ -133,7 +146,7 @@ def test_optimizers_are_those_of_the_installed_packages():
     import torch
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 
-    from recipes.training.ds_config import OPTIMIZERS, TORCH_OPTIMIZERS
+    from recipes.training.ds_config_keys import OPTIMIZERS, TORCH_OPTIMIZERS
 
     assert {name.lower() for name in OPTIMIZERS} == set(DEEPSPEED_OPTIMIZERS)
     assert all(issubclass(getattr(torch.optim, name), torch.optim.Optimizer) for name in TORCH_OPTIMIZERS)

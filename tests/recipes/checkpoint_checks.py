@@ -144,7 +144,7 @@ def check_own_engine(name: str, build, train) -> dict:
 
 
 def own_engines() -> dict:
-    """{name: (build, train)} of what ds_config.check_layout lets through on a CPU."""
+    """{name: (build, train)} of what ds_config_rules.check_layout lets through on a CPU."""
     python = {"type": "python", "data_parallel": "replica"}
     cases = {}
     for kind, writer, stages in (

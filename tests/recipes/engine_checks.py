@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, StepBatch, rank_samples
 from recipes.training import checkpoint, checkpoint_files, distributed, losses, step
-from recipes.training.ds_config import check_ds_config, load_ds_config
+from recipes.training.ds_config import load_ds_config
+from recipes.training.ds_config_rules import check_ds_config
 from recipes.training.engine import build_engine
 from recipes.training.losses import token_loss_sum
 from recipes.training.prepare import Prepared
@@ -175,6 +176,25 @@ def reference(tied: bool, family: str = "tiny") -> dict:
     return results
 
 
+def buffers_in_bf16(family: str) -> dict:
+    """{stage: whether every rank's buffers are those of the plain model, in fp32}."""
+    from recipes.models.build import build_model
+
+    results = {}
+    for stage in (0, 1, 3):
+        case = prepared("buffers", stage, 4, False, "bf16.enabled=true", family=family)
+        expected = dict(build_model(case.recipe.model, LENGTH, case.recipe.seed).named_buffers())
+        engine = build_engine(case)
+        found = dict(engine.module.named_buffers())
+        same = found.keys() == expected.keys() and all(
+            buffer.dtype == torch.float32 and torch.equal(buffer.cpu(), expected[name])
+            for name, buffer in found.items()
+        )
+        results[f"stage {stage}"] = distributed.gather(bool(found) and same)
+        engine.destroy()
+    return results
+
+
 def started_from(family: str) -> dict:
     """Largest difference of an engine's first logits from those of the model it is started from, at ZeRO 0 and 3."""
     from recipes.models.build import build_model, persistent_buffers
@@ -264,6 +284,7 @@ def main() -> None:
     for family in SMALL:
         results[f"reference {family}"] = reference(False, family)
         results[f"started from {family}"] = started_from(family)
+        results[f"buffers {family}"] = buffers_in_bf16(family)
         for stage in (0, 1, 2, 3):
             results[f"stage {stage} {family}"] = run_case(f"s{stage}_{family}", stage, 2, False, family=family)
     for stage in (0, 1):

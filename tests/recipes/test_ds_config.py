@@ -7,16 +7,9 @@ import deepspeed
 import pytest
 
 from data_prep.errors import InputError
-from recipes.training.ds_config import (
-    KNOWN_KEYS,
-    check_ds_config,
-    check_layout,
-    engine_config,
-    load_ds_config,
-    parallel_sizes,
-    precision,
-    selects_own_engine,
-)
+from recipes.training.ds_config import engine_config, load_ds_config, parallel_sizes, precision, selects_own_engine
+from recipes.training.ds_config_keys import KNOWN_KEYS
+from recipes.training.ds_config_rules import check_ds_config, check_layout
 from recipes.training.recipe_file import load_recipe
 from recipes.training.settings import REPOSITORY, PipelineSettings
 from recipes.training.sizes import resolve_sizes
@@ -67,6 +60,14 @@ def test_good_config_and_notes_pass():
         ({"bfloat16": True}, "bfloat16: must be a section"),
         ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean grad_accum_dtype?"),
         ({"data_efficiency": {}}, "recipes/pretrain.py does not offer it"),
+        ({"torch_autocast": {"enabled": True}}, "recipes/pretrain.py does not offer it"),
+        ({"compile": {"deepcompile": True}}, "compile: not here: the recipe's compute.compile does it"),
+        ({"gradient_allreduce_op": "sum"}, "gradient_allreduce_op: 'sum' changes the scale of the gradient"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation: False changes the scale"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": 1, "fused": True}}},
+            "optimizer.params.fused: is torch's; state torch_adam true",
+        ),
         ({"checkpoint": {"writer": {"tpye": "fast"}}}, "did you mean type?"),
         ({"checkpoint": {"writer": "fast"}}, "checkpoint.writer: must be a section, not 'fast'"),
         ({"checkpoint": None}, "checkpoint: must be a section"),
@@ -197,12 +198,19 @@ def stage(number: int) -> dict:
         ([], {"tensor_parallel": {"autotp_size": 4}}, "4 does not divide model.num_key_value_heads 2"),
         ([], {"tensor_parallel": {"autotp_size": "2"}}, "autotp_size: '2' must be a positive integer"),
         ([], {**TP, "sequence_parallel_size": 2}, "sequence_parallel_size: 2 does not go with tensor_parallel"),
-        ([], {"sequence_parallel_size": 2, **stage(0)}, "sequence_parallel_size: 2 needs ZeRO stage 1, 2 or 3"),
+        (
+            [],
+            {"sequence_parallel_size": 2, **stage(0)},
+            "sequence_parallel_size: 2 needs zero_optimization.stage 1, 2 or 3",
+        ),
         ([], {"sequence_parallel_size": 0}, "sequence_parallel_size: 0 must be a positive integer"),
         ([], {"sequence_parallel_size": None}, "sequence_parallel_size: None must be a positive integer"),
         ([], {"sequence_parallel_size": 3}, "sequence_parallel_size: 3 does not divide data.seq_length 16"),
         ([], {"sequence_parallel_size": 8}, "sequence_parallel_size: 8 does not divide num_attention_heads 4"),
         (["compute.attention=eager"], {"sequence_parallel_size": 2}, "needs compute.attention sdpa"),
+        ([*MOE, "model.router_aux_loss_coef=0.01"], {"sequence_parallel_size": 2}, "model.router_aux_loss_coef 0.01"),
+        (["compute.attention=flex_attention"], {}, "compute.attention flex_attention needs a GPU"),
+        ([], {"tensor_parallel": {"autotp_size": 2, "vocab_parallel_lm_head": True}}, "vocab_parallel_lm_head"),
         ([], EP, "expert_parallel: model.family llama has no experts"),
         (["pipeline.stages=2"], stage(2), "zero_optimization.stage: 2 does not go with pipeline.stages 2"),
         (["pipeline.stages=2"], stage(3), "use 0 or 1"),
@@ -224,6 +232,11 @@ def stage(number: int) -> dict:
             "is not model.family qwen3_moe",
         ),
         (MOE, {"expert_parallel": {**EP["expert_parallel"], "load_balance_coeff": 0.1}}, "router_aux_loss_coef"),
+        (
+            MOE,
+            {"expert_parallel": {**EP["expert_parallel"], "route_norm": False}},
+            "expert_parallel.route_norm: the rec",
+        ),
         (MOE, {"expert_parallel": {"enabled": True, "autoep_size": 0}}, "autoep_size: 0 must be a positive integer"),
         *(
             (MOE, {**EP, "zero_optimization": {"stage": 3, key: value}}, f"{key}: does not go with expert_parallel")
@@ -240,6 +253,13 @@ def test_layouts_that_deepspeed_refuses_or_gets_wrong(tiny, overrides, changes, 
     check_ds_config(config, "c.json", "cpu")
     with pytest.raises(InputError, match=re.escape(message)):
         check_layout(recipe, config, "c.json", "cpu")
+
+
+def test_flash_attention_takes_a_document_mask_for_one_row_alone(tiny):
+    recipe, _ = load_recipe(tiny, ["compute.attention=flash_attention_2", "data.document_mask=attention"])
+    with pytest.raises(InputError, match="train_micro_batch_size_per_gpu: 2 does not go with compute.attention flash"):
+        check_layout(recipe, {**TINY_DS_CONFIG, "train_micro_batch_size_per_gpu": 2}, "c.json", "cuda")
+    check_layout(recipe, {**TINY_DS_CONFIG, "train_micro_batch_size_per_gpu": 1}, "c.json", "cuda")
 
 
 PYTHON = {"type": "python", "data_parallel": "replica"}

@@ -50,6 +50,11 @@ def test_every_stage_equals_plain_torch(results, stage, tied):
 
 
 @pytest.mark.parametrize("family", SMALL)
+def test_rotary_tables_and_other_buffers_stay_in_fp32(results, family):
+    assert results[f"buffers {family}"] == {f"stage {stage}": [True, True] for stage in (0, 1, 3)}
+
+
+@pytest.mark.parametrize("family", SMALL)
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_family_equals_plain_torch_at_every_stage(results, stage, family):
     ours, plain = results[f"stage {stage} {family}"], results[f"reference {family}"]

@@ -4,9 +4,17 @@ from deepspeed.pipe import TiedLayerSpec
 
 from recipes.models.build import build_model
 from recipes.models.pipeline import pipeline_layers, pipeline_parameter_names
+from recipes.training.recipe_rules import LAYERS
 from tests.recipes.families import EXAMPLE, SMALL, small
 
 LENGTH = 16
+
+
+def test_partitions_by_type_are_checked_against_the_layers_there_are():
+    layers = pipeline_layers(small("llama", tie_word_embeddings=False), LENGTH)
+    assert set(LAYERS) == {spec.typename.__name__ for spec in layers}
+
+
 CASES = [
     *((family, {}) for family in SMALL),
     ("llama", {"tie_word_embeddings": True}),

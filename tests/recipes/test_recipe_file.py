@@ -122,6 +122,14 @@ def test_numbers_on_the_command_line(tiny):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (
+            ["pipeline.stages=2", "pipeline.partition=type:Foo"],
+            "type:REGEX that finds Embedding, Block, FinalNorm, Head",
+        ),
+        (
+            ["pipeline.stages=2", "pipeline.partition=type:("],
+            "'type:(' must be parameters, uniform, cost, or type:REGEX",
+        ),
         (["guards.spike=skip_step", "pipeline.stages=2"], "guards.spike skip_step needs a step whose loss is known"),
         (["guards.spike=rollback", "data.order=megatron"], "guards.spike rollback needs data.order=epoch"),
         (
