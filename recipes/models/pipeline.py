@@ -74,12 +74,11 @@ class Block(torch.nn.Module):
         from transformers.masking_utils import create_causal_mask
 
         hidden, positions = _split(inputs)
-        mask = None  # sdpa without a mask is causal
-        if positions is None:
+        position_ids = positions
+        if positions is None:  # transformers finds borders of documents in positions, where there are any
             position_ids = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
-        else:
-            position_ids = positions
-            mask = create_causal_mask(self.config, hidden, None, past_key_values=None, position_ids=positions)
+        # None where the implementation is causal by itself.
+        mask = create_causal_mask(self.config, hidden, None, past_key_values=None, position_ids=positions)
         rotary = self.rotary_emb(hidden, position_ids)
         hidden = self.layer(hidden, attention_mask=mask, position_ids=position_ids, position_embeddings=rotary)
         return _join(hidden, positions)

@@ -25,6 +25,8 @@ from deepspeed.module_inject import set_autotp_mode
 from deepspeed.module_inject.layers import LinearAllreduce, LinearLayer
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.runtime.utils import combine_grad_norm_groups
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 from data_prep.loader import IGNORED_LABEL, StepBatch, collate, rank_samples
 from data_prep.samples import SampleStream
@@ -121,10 +123,46 @@ def build_engine(prepared):
         guard_stage_0(engine, engine.grid.get_slice_parallel_group(), engine.grid.get_pipe_parallel_group())
     elif zero_stage(config) == 0:
         forget_empty_step(engine)
+    else:
+        agree_on_norm(engine)
     if recipe.compute.compile:
         for block in blocks:
             block.compile()
     return engine
+
+
+def agree_on_norm(engine) -> None:
+    """Let all stages take part in the same all-reduces of the gradient norm, whatever parameters they hold.
+
+    DeepSpeed 0.19.8's ZeRO optimizer makes one over the stages for each of a stage's parameter groups: where one holds
+    an embedding or a head alone, which make one group, the others wait for ever. Its bf16 optimizer fails on a rank
+    with nothing of its own, such as a stage that holds a tied head alone.
+    """
+    optimizer = engine.optimizer
+    if isinstance(optimizer, DeepSpeedZeroOptimizer):
+        own, groups = optimizer.scaled_global_norm, len(optimizer.bit16_groups)
+        missing = max(distributed.gather(groups)) - groups
+
+        def with_the_others(norm_type=2):
+            norms = [own(norm_type)]
+            for _ in range(missing):
+                if optimizer.cpu_offload:
+                    norms.append(optimizer.complete_grad_norm_calculation_for_cpu_offload([]))
+                else:
+                    norms.append(optimizer.get_grad_norm_direct([], []))
+            return combine_grad_norm_groups(norms, norm_type)
+
+        optimizer.scaled_global_norm = with_the_others
+    else:
+        gradients = optimizer.get_grads_for_norm
+
+        def never_empty(for_clipping=False):
+            found = gradients(for_clipping)
+            if for_clipping or found[0]:
+                return found
+            return [torch.zeros(1, device=engine.device)], found[1]
+
+        optimizer.get_grads_for_norm = never_empty
 
 
 def _set_weights(tensors: dict[str, torch.Tensor], recipe) -> None:

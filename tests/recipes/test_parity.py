@@ -36,6 +36,7 @@ UNTIED, MASK, NO_BALANCE = (
     "data.document_mask=attention",
     "model.router_aux_loss_coef=0",
 )
+WIDE = [UNTIED, "model.vocab_size=2048", "model.num_hidden_layers=4"]
 # Adam hides a wrong scale of the gradient; SGD without clipping does not.
 SGD = [
     "ds.optimizer={type: SGD, params: {lr: 0.5}}",
@@ -54,6 +55,7 @@ PLAIN = {
     "llama": ("tiny", []),
     "untied": ("tiny", [UNTIED]),
     "mask": ("tiny", [MASK]),
+    "wide": ("tiny", WIDE),
     "z-loss": ("tiny", ["loss.z_loss=0.01"]),
     "sgd": ("tiny", SGD),
     **{family: (family, []) for family in SMALL if family != "llama"},
@@ -106,6 +108,8 @@ CASES = {
         "pipeline 2, recomputed": ("llama", [PP, "compute.activation_checkpoint_interval=1"]),
         "pipeline 2, by cost": ("llama", [PP, "pipeline.partition=cost"]),
         "pipeline 2, by type": ("llama", [PP, "pipeline.partition=type:Block"]),
+        "pipeline 2, in equal parts": ("llama", [PP, "pipeline.partition=uniform"]),
+        "pipeline 2, eager": ("llama", [PP, "compute.attention=eager"]),
         "pipeline 2, qwen3_moe": ("qwen3_moe, no balance", [PP, NO_BALANCE]),
         **{f"pipeline 2, {family}": (family, [PP]) for family in ("qwen3", "deepseek_v3", EXAMPLE)},
         **{f"{POISONED}tensor 2, ZeRO-{n}": (f"{POISONED}llama", [TP, stage(n)]) for n in range(3)},
@@ -121,6 +125,8 @@ CASES = {
         "pipeline 2 x data 2": ("llama", [PP]),
         **{f"pipeline 2 x tensor 2, ZeRO-{n}": ("llama", [*PP_TP, stage(n)]) for n in (0, 1)},
         "pipeline 2 x tensor 2, qwen3": ("qwen3", PP_TP),
+        # The first stage is the embedding, which makes one parameter group where the others have two.
+        **{f"pipeline 4, ZeRO-{n}": ("wide", [*WIDE, "pipeline.stages=4", stage(n)]) for n in (0, 1)},
         "pipeline 2 x tensor 2, SGD": ("sgd", [*SGD, *PP_TP]),
     },
     8: {
