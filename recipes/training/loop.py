@@ -157,7 +157,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     options = {"spikes": spikes.leaves_out} if recipe.guards.spike == "skip_step" else {}
     watchdog = guards.Watchdog(recipe.guards.watchdog_s, watch, sizes.world)
     distributed.barrier()  # from here on a signal no longer ends a rank, it asks all of them to save and leave
-    signals, stopped = faults.StopSignals(), False
+    signals, stopped, save_due = faults.StopSignals(), False, False
 
     while progress.step < total and not stopped:
         clock.start()
@@ -195,8 +195,11 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
-        if not stopped and saver.due(progress.step):
+        save_due |= saver.due(progress.step)
+        # Not in a streak of steps without an update: its checkpoints would push out those before it.
+        if save_due and not stopped and (result.applied or progress.step == total):
             saver.save(progress)
+            save_due = False
         watchdog.beat(progress.step)
 
     watchdog.close()

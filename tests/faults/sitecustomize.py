@@ -96,6 +96,14 @@ def spike(_engine) -> None:
     step.forward = large
 
 
+def nan_loss(_engine) -> None:
+    """From here on."""
+    from recipes.training import losses
+
+    token_loss_sum = losses.token_loss_sum
+    losses.token_loss_sum = lambda *arguments: token_loss_sum(*arguments) * float("nan")
+
+
 def disk_full(_engine) -> None:
     def refuse():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -107,7 +115,7 @@ def kill_writing(_engine) -> None:
     patch_writer(kill)
 
 
-FAULTS = {f.__name__: f for f in (kill, hang, nan, flip, spike, disk_full, kill_writing)} | {"raise": fail}
+FAULTS = {f.__name__: f for f in (kill, hang, nan, flip, spike, nan_loss, disk_full, kill_writing)} | {"raise": fail}
 
 
 if "RANK" in os.environ:

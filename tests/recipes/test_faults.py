@@ -70,6 +70,19 @@ def test_faults_while_saving_lose_nothing(tmp_path, whole):
     assert losses(tmp_path) == whole
 
 
+def test_a_streak_without_updates_ends_the_run_and_leaves_the_checkpoint_before_it(tmp_path):
+    options = ["checkpoint.every_steps=1", "checkpoint.keep_last=1", "guards.max_skipped_in_a_row=3"]
+    finished = launch_run(make_tiny(tmp_path), *options, env=fault("nan_loss", rank=1, step=4))
+    assert finished.code == 1 and "3 steps in a row had no update" in finished.last_line, finished.output
+    assert "the last good step was 3 (guards.max_skipped_in_a_row)" in finished.last_line
+    for step in (4, 5, 6):
+        assert f"step {step} had no update; ranks with a loss that is not finite: 1" in finished.output
+    run = tmp_path / "runs" / "tiny"
+    assert [checkpoint_files.step_of(p) for p in checkpoint_files.checkpoints(run / "checkpoints")] == [3]
+    lines = [line for line in metrics(run) if "loss" in line]
+    assert [line["skipped_steps"] for line in lines] == [0, 0, 0, 1, 2, 3] and lines[-1]["loss"] is None
+
+
 def test_output_below_a_file_is_told_before_a_step(tmp_path):
     (tmp_path / "file").write_text("")
     finished = launch_run(make_tiny(tmp_path), f"output_dir={tmp_path}/file/runs")
