@@ -206,6 +206,10 @@ def main(argv: list[str] | None = None) -> int:
     path, *changes = arguments.overrides
     recipe, overrides = load_recipe(path, changes, arguments.deepspeed_config)
     config = load_ds_config(recipe.deepspeed_config, overrides)
+    if (kind := config["optimizer"]["type"]).lower() not in ("adam", "adamw", "sgd"):
+        raise InputError(
+            f"optimizer.type {kind}: plain torch here knows Adam, AdamW and SGD; prove with ds.optimizer.type=AdamW"
+        )
     sizes = parallel_sizes(config, recipe.pipeline)
     kinds = [kind for kind in KINDS if sizes[kind] > 1]
     layouts, here = walk(kinds), devices_here(arguments.device)

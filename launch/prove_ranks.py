@@ -26,9 +26,12 @@ import torch.distributed as dist
 
 from data_prep.loader import IGNORED_LABEL, collate, rank_samples
 from recipes.training import distributed
+from recipes.training.ds_config import precision
 from recipes.training.loop import parse_arguments
 from recipes.training.prepare import prepare, training_stream
 from recipes.training.schedule import recipe_factor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def prepared_case(case: dict, world: int):
@@ -119,7 +122,9 @@ def run_plain(case: dict) -> dict:
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     moved = []
     params = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
-    kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
+    # DeepSpeed's Adam is AdamW unless told otherwise.
+    adam = torch.optim.AdamW if params.pop("adam_w_mode", True) else torch.optim.Adam
+    kind = {"adamw": adam, "adam": adam, "sgd": torch.optim.SGD}
     groups = parameter_groups(model, params.get("weight_decay", 0.0))
     optimizer = kind[config["optimizer"]["type"].lower()](groups, **params)
     balance = getattr(settings, "router_aux_loss_coef", 0.0)
@@ -155,7 +160,8 @@ def run_plain(case: dict) -> dict:
         for key, value in zip(("loss", "grad_norm", "lr", "tokens"), values, strict=True):
             result[key].append(value)
         moved.append(distances({name: parameter.detach() for name, parameter in model.named_parameters()}, initial))
-    return {**result, "initial_weights": hashes(initial), "moved": moved}
+    rounded = {name: value.to(DTYPES[precision(config)]).float() for name, value in initial.items()}
+    return {**result, "initial_weights": hashes(rounded), "moved": moved}
 
 
 def whole_weights(engine, prepared) -> dict[str, torch.Tensor]:

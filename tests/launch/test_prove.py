@@ -2,6 +2,7 @@ import sys
 
 import pytest
 
+from data_prep.errors import InputError
 from launch import prove
 from tests.conftest import REPOSITORY, launch, make_tiny
 from tests.recipes.families import SMALL
@@ -50,6 +51,11 @@ TENSOR_PLAN = {**qwen3.TENSOR_PLAN, "summed": ()}
 """
 
 
+def test_an_optimizer_that_plain_torch_does_not_have_here_is_refused():
+    with pytest.raises(InputError, match="optimizer.type Lion: plain torch here knows Adam, AdamW and SGD"):
+        prove.main(["demo", "ds.optimizer.type=Lion"])
+
+
 @pytest.mark.slow
 def test_a_right_layout_passes_and_a_wrong_one_is_stopped_and_named(tmp_path):
     module = tmp_path / "broken"
@@ -70,6 +76,8 @@ def test_a_right_layout_passes_and_a_wrong_one_is_stopped_and_named(tmp_path):
     assert good.code == 0, good.output
     lines = [line.split() for line in good.output.splitlines() if "rank" in line]
     assert [line[0] for line in lines] == ["1", "2", "2", "4"] and all(line[-1] == "equal" for line in lines)
+    low = launch([*command[:4], "--dtype", "bf16"], env=environment, limit_s=400)
+    assert low.code == 0 and [line.split()[-1] for line in low.output.splitlines() if " rank" in line] == ["equal"] * 2
     command[3] = tmp_path / "wrong" / "tiny.yaml"
     bad = launch(command, env=environment, limit_s=400)
     assert bad.code == 1, bad.output
