@@ -77,6 +77,7 @@ def rank_memory(recipe, config: dict, sizes, shape: Shape, layers: tuple[Layer, 
         prefetch = int(zero_optimization.get("stage3_prefetch_bucket_size", 50_000_000))
         gathered = min(max(live, largest + prefetch), held) * size
     kept, recomputed, logits = activations(recipe, sizes, shape, mine, precision(config))
+    kept += between_stages(recipe, sizes, shape, size, stage)
     in_flight = min(sizes.accumulation, sizes.pipeline - stage)
     changing = buckets + gathered + kept * in_flight + recomputed + logits
     return Memory(
@@ -89,6 +90,17 @@ def rank_memory(recipe, config: dict, sizes, shape: Shape, layers: tuple[Layer, 
         framework=int(FRAMEWORK_GIB * GIB),
         fragmentation=int(FRAGMENTATION * changing),
     )
+
+
+def between_stages(recipe, sizes, shape: Shape, size: int, stage: int) -> int:
+    """Bytes that DeepSpeed 0.19.8's pipeline keeps of one micro batch beside what backward needs.
+
+    What a stage sends on, and, beside the copy that its first layer keeps, what it has been sent. Between tensor ranks
+    the first is split, and the second put together in place.
+    """
+    hidden = sizes.micro_batch * recipe.data.seq_length * shape.hidden * size
+    sent, received = stage + 1 < sizes.pipeline, stage > 0 and sizes.tensor == 1
+    return hidden // sizes.tensor * sent + hidden * received
 
 
 def model_states(config: dict, sizes, mine: list[Layer]) -> dict:
