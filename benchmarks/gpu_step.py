@@ -2,13 +2,20 @@
 
     python benchmarks/gpu_step.py [--wheels FOLDER] [--curve_s 0] [--output FILE.json]
 
-Shapes: 1.3B (24 layers of width 2048) and 8B's width (4096, as many layers as fit), bf16 with fp32 master weights, 4,096 tokens a sequence,
+Shapes: 1.3B (24 layers of width 2048) and 8B's width (4096, 8 layers), bf16 with fp32 master weights, 4,096 tokens a sequence,
 ZeRO-1 on one rank. MFU = model FLOPs / seconds / peak, model FLOPs by recipes.models' flops_per_token (the PaLM paper's formula:
 attention at full length, recomputation not counted), the peak that of the dense bf16 matrix units in PEAK_TFLOPS. Each case runs in
 a process of its own: 3 steps of warm-up, then --steps timed ones.
 
---wheels installs deepspeed and what it needs from a folder, offline, beside the torch that is there. --curve_s N then
-trains recipes/125m.yaml for N seconds and keeps its loss curve.
+--wheels installs deepspeed and what it needs from a folder, offline, beside the torch and transformers that are there; to
+fill it for Python 3.12, with the versions of requirements.txt:
+
+    pip download --no-deps -d FOLDER --python-version 3.12 --only-binary :all: hjson pydantic pydantic-core \\
+        annotated-types typing-inspection omegaconf xxhash orjson psutil py-cpuinfo msgpack einops ninja
+    pip wheel --no-deps -w FOLDER deepspeed==0.19.8
+
+--curve_s N trains recipes/125m.yaml for N seconds instead, and keeps its loss curve. The script has not been run on a GPU
+yet.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from unittest import mock
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
@@ -33,12 +41,15 @@ SHAPES = {
     "8B width": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 8, "num_attention_heads": 32,
                  "num_key_value_heads": 8, "vocab_size": 128256},
 }  # fmt: skip
-BEST = ["compute.compile=true", "loss.chunk_tokens=4096", "ds.optimizer.params.fused=true"]
+ADAM = ["ds.optimizer.params.torch_adam=true", "ds.optimizer.params.fused=true"]  # DeepSpeed's own wants a compiler
+BEST = ["compute.compile=true", "loss.chunk_tokens=4096", *ADAM]
+LIMIT_S = 100  # for one case
 # Shape, micro batch, options; the first is what the bar is for, each other leaves out or adds one thing.
 CASES = [
     ("1.3B", 8, [*BEST]),
     ("1.3B", 8, [*BEST, "compute.compile=false"]),
     ("1.3B", 4, [*BEST, "loss.chunk_tokens=null"]),
+    ("1.3B", 8, [*BEST, "ds.optimizer.params.fused=false"]),
     ("1.3B", 8, [*BEST, "compute.attention=flash_attention_2"]),
     ("1.3B", 8, [*BEST, "compute.activation_checkpoint_interval=1"]),
     ("1.3B", 8, [*BEST, "data.document_mask=attention"]),
@@ -79,6 +90,21 @@ def recipe_of(shape: dict, micro_batch: int, folder: Path) -> Path:
     return folder / "recipe.yaml"
 
 
+def build_on_device(settings, *arguments):
+    """build_model with weights drawn on the device: a billion of them take a CPU minutes."""
+    import torch
+    from deepspeed.accelerator import get_accelerator
+
+    from recipes.models import build
+
+    def initial_values(name, shape, *_):
+        return torch.ones(shape) if len(shape) == 1 else torch.empty(shape).normal_(0.0, settings.init.std)
+
+    device = torch.device(get_accelerator().current_device_name())
+    with device, mock.patch.object(build, "initial_values", initial_values):
+        return build.build_model(settings, *arguments)
+
+
 def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> dict:
     from recipes import models
     from recipes.training import distributed
@@ -96,12 +122,13 @@ def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> 
         from data_prep.loader import StepLoader
         from launch.planning.memory import fullest_rank
         from launch.planning.shape import shape_of
+        from recipes.training import engine as engines
         from recipes.training.ds_config import precision
-        from recipes.training.engine import build_engine
         from recipes.training.step import train_step
 
         recipe, sizes = prepared.recipe, prepared.sizes
-        engine = build_engine(prepared)
+        with mock.patch.object(engines, "build_model", build_on_device):
+            engine = engines.build_engine(prepared)
         loader = StepLoader(training_stream(recipe), sizes, 0)
         losses = []
         for step in range(3 + steps):
@@ -134,7 +161,7 @@ def run_case(shape: str, micro_batch: int, overrides: list[str], steps: int) -> 
         }
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--wheels", type=Path)
     parser.add_argument("--steps", type=int, default=10)
@@ -144,17 +171,20 @@ def main() -> None:
     options = parser.parse_args()
     if options.case is not None:
         print(json.dumps(run_case(*CASES[options.case], options.steps)))
-        return
+        return 0
     if options.wheels is not None:
         install(options.wheels)
+    if options.curve_s:
+        return train_curve(options.curve_s, options.output)
     results = []
     for number, (shape, micro_batch, overrides) in enumerate(CASES):
-        finished = subprocess.run(
-            [sys.executable, __file__, "--case", str(number), "--steps", str(options.steps)],
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, __file__, "--case", str(number), "--steps", str(options.steps)]
         what = f"{shape:<9} micro batch {micro_batch}  {' '.join(overrides)}"
+        try:
+            finished = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            print(f"{what}\n    not done in {LIMIT_S} s", flush=True)
+            continue
         if finished.returncode:
             print(f"{what}\n    failed: {finished.stderr.strip().splitlines()[-1]}", flush=True)
             continue
@@ -169,11 +199,10 @@ def main() -> None:
         )
         if options.output:
             options.output.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
-    if options.curve_s:
-        train_curve(options.curve_s, options.output)
+    return 0 if len(results) == len(CASES) else 1
 
 
-def train_curve(seconds: int, output: Path | None) -> None:
+def train_curve(seconds: int, output: Path | None) -> int:
     """recipes/125m.yaml on the source text of Python's standard library for so many seconds; its losses beside `output`."""
     folder = Path(tempfile.mkdtemp())
     steps = [
@@ -185,16 +214,22 @@ def train_curve(seconds: int, output: Path | None) -> None:
         subprocess.run([sys.executable, *map(str, arguments)], check=True, cwd=REPOSITORY)
     overrides = [
         f"data.files={folder}/all_text_document", "data.validation_files=null", f"data.tokenizer={folder}/t",
-        f"output_dir={folder}", "name=curve",
+        "data.max_epochs=null", f"output_dir={folder}", "name=curve", "monitor.tensorboard=false", *ADAM,
     ]  # fmt: skip
     command = [sys.executable, "recipes/pretrain.py", "--recipe", "125m", *overrides]
     process = subprocess.Popen(command, cwd=REPOSITORY)
-    time.sleep(seconds)
-    process.terminate()
-    process.wait()
+    try:
+        if process.wait(seconds):
+            return 1
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        process.wait()
+    metrics = folder / "curve" / "metrics.jsonl"
+    print(metrics.read_text().splitlines()[-1])
     if output is not None:
-        output.with_suffix(".curve.jsonl").write_text((folder / "curve" / "metrics.jsonl").read_text())
+        output.with_suffix(".curve.jsonl").write_text(metrics.read_text())
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
