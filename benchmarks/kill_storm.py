@@ -4,8 +4,9 @@
 
 Two ranks on this machine under launch.supervise, a checkpoint every 5 steps. Each kill is SIGKILL to one rank, to both, to
 deepspeed's launcher, or to launch.run; half of them come at a random moment, half while a checkpoint is being written
-(made to take 0.3 s). After each, the run must go on from the newest checkpoint that was published. At the end every step's loss, whichever
-start took it, and the final weights must be those of the undisturbed run, bit for bit. Prints what happened as JSON.
+(made to take 0.3 s). After each, the run must go on from the newest checkpoint that was published. At the end every
+step's loss, whichever start took it, and the final weights must be those of the undisturbed run, bit for bit. Prints what
+happened as JSON.
 """
 
 from __future__ import annotations
