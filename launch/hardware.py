@@ -10,7 +10,6 @@ from pathlib import Path
 import yaml
 
 from data_prep.errors import InputError
-from recipes.training.sizes import Sizes
 
 KINDS_FILE = Path(__file__).with_name("gpu_kinds.yaml")
 
@@ -27,6 +26,8 @@ class Kind:
     fast_gb_s: float
     network_gb_s: float
     host_gb_s: float
+    devices_per_node: int
+    fast_domain: int
     calibration: str
 
     @property
@@ -43,6 +44,7 @@ class Hardware:
         device: a kind in gpu_kinds.yaml.
         devices: ranks in all; devices_per_node of them share a host.
         fast_domain: devices that reach each other by the fast link: those of a node, or of a rack (GB200 NVL72).
+        host_memory_gib: of a node, for what is offloaded; None: not judged.
         time_limit, signal_before_s: of one Slurm job, and how long before its end the ranks are told to save.
     """
 
@@ -50,6 +52,7 @@ class Hardware:
     devices: int = 1
     devices_per_node: int = 8
     fast_domain: int | None = None
+    host_memory_gib: int | None = None
     time_limit: str = "24:00:00"
     signal_before_s: int = 600
     note: str = ""
@@ -57,6 +60,11 @@ class Hardware:
     @property
     def nodes(self) -> int:
         return -(-self.devices // self.devices_per_node)
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on one host."""
+        return min(self.devices, self.devices_per_node)
 
     @property
     def accelerator(self) -> str:
@@ -103,17 +111,3 @@ def kind_of(name: str) -> Kind:
         )
         raise InputError(f"GPU kind {name!r} is {'not unique' if found else 'unknown'}; {hint}")
     return found[0]
-
-
-def check_topology(sizes: Sizes, hardware: Hardware, where: str, allow_cross_node: bool = False) -> None:
-    """Refuse tensor and sequence groups across nodes: they wait for each other in every layer.
-
-    Ranks of such a group are neighbours: pipeline stages lie furthest apart, then data-parallel ranks.
-    """
-    node = hardware.devices_per_node
-    for name, size in (("tensor", sizes.tensor), ("sequence", sizes.sequence)):
-        if sizes.world > node and node % size and not allow_cross_node:
-            raise InputError(
-                f"{where}: {name} parallel size {size} does not divide the {node} devices of a node: groups would cross nodes "
-                "and wait for the network in every layer; use a divisor, or --allow_cross_node"
-            )

@@ -39,6 +39,9 @@ def recipe_parser(description: str, **options) -> OneLineParser:
     parser.add_argument("--start_from", metavar="RUN@STEP", help="short for checkpoint.start_from=...")
     parser.add_argument("--branch_from", metavar="RUN@STEP", help="short for checkpoint.branch_from=...")
     parser.add_argument(
+        "--allow_cross_node", action="store_true", help="take tensor and sequence groups that reach over several nodes"
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="schedule.steps=50; ds.zero_optimization.stage=2 for the JSON"
     )
     return parser

@@ -61,6 +61,36 @@ def test_slurm_options_come_from_the_hardware_note(capsys):
     assert subprocess.run(["bash", "-n", "-c", words[9]]).returncode == 0
 
 
+def test_a_job_without_gpus_asks_for_none(capsys):
+    words = command(capsys, "slurm", "demo")
+    assert "--ntasks-per-node=2" in words and not any("gpus" in word for word in words)
+
+
+def test_what_a_run_begins_from_and_crossing_nodes_are_passed_on(capsys):
+    words = command(capsys, "slurm", "70b", "--start_from", "a@5", "--allow_cross_node")[-1]
+    assert " --start_from a@5 " in words and " --allow_cross_node" in words
+
+
+def test_a_host_file_has_a_slot_for_every_device(capsys, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=2\n")
+    said = f"--hostfile {hosts} has 4 slots on 2 hosts, this run is for"
+    micro = "ds.train_micro_batch_size_per_gpu=2"
+    arguments = ["hostfile", "demo", micro, "--dry_run", "--hostfile", str(hosts)]
+    refused(f"{said} 2 devices: take out hosts, or pass --devices 4", *arguments)
+    refused(f"{said} 8 devices: add hosts, or pass --devices 4", *arguments, "--devices", "8")
+    assert command(capsys, *arguments, "--devices", "4")[3:6] == ["launch.run", "--hostfile", str(hosts)]
+
+
+@pytest.mark.parametrize("place", start.PLACES)
+def test_scripts_name_the_setup_where_there_is_no_environment(place, tmp_path):
+    (tmp_path / "launch").mkdir()
+    script = tmp_path / "launch" / f"{place}.sh"
+    script.write_bytes((REPOSITORY / "launch" / script.name).read_bytes())
+    done = subprocess.run(["bash", script, "demo", "--dry_run"], capture_output=True, text=True)
+    assert done.returncode == 2 and f"bash {tmp_path}/launch/setup.sh makes it" in done.stderr
+
+
 def test_hosts_of_a_file(capsys, tmp_path):
     words = command(capsys, "hostfile", "70b", "--hostfile", "hosts")
     assert words[3:6] == ["launch.run", "--hostfile", "hosts"]
