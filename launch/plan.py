@@ -348,18 +348,20 @@ def run_search(prepared: Prepared, kind: Kind, hardware: Hardware, arguments) ->
             f"{zero_stage(candidate.config)} {layout} micro={sizes.micro_batch} {recompute}"
         )
     if output is not None:
-        print(f"{output}: the first; run it with {' '.join(_overrides(found[0].overrides))}")
+        print(f"{output}: the first; take it with --deepspeed_config {output}")
     return 0
 
 
 def write_layout(output: Path, best: Candidate, kind: Kind, hardware: Hardware) -> None:
-    """The ds_config of `best`, its `_hardware` what was searched for."""
+    """The ds_config of `best`: its `_hardware` what was searched for, its `_recipe` what the recipe says otherwise."""
     note = {**best.config.get("_hardware", {}), "device": kind.name, "devices": hardware.devices}
     note |= {"devices_per_node": hardware.devices_per_node, "fast_domain": hardware.near}
     note["host_memory_gib"] = hardware.host_memory_gib
     note = {key: value for key, value in note.items() if value is not None}
-    rest = {key: value for key, value in best.config.items() if key != "_hardware"}
-    write_text(output, json.dumps({"_hardware": note, **rest}, indent=2) + "\n")
+    notes = {"_hardware": note, "_recipe": [*best.config.get("_recipe", []), *_overrides(best.overrides)]}
+    write_text(
+        output, json.dumps({**notes, **{k: v for k, v in best.config.items() if k not in notes}}, indent=2) + "\n"
+    )
 
 
 def misfit(recipe: Recipe, line: str, as_json: bool) -> str:

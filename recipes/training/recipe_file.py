@@ -61,6 +61,8 @@ def load_recipe(
     pairs = [(key, value) for key, value in pairs if not key.startswith("ds.")]
     if deepspeed_config is not None:
         pairs.append(("deepspeed_config", deepspeed_config))
+    if (chosen := dict(pairs).get("deepspeed_config")) is not None:
+        pairs = [*map(_split_override, _overrides_in(chosen)), *pairs]
     if resume is not None:
         pairs.append(("checkpoint.resume", resume))
 
@@ -236,6 +238,16 @@ def _is_hub_name(value, base: Path) -> bool:
 def effective_yaml(recipe: Recipe) -> str:
     """The recipe as YAML that can be run again."""
     return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def _overrides_in(path: str) -> list[str]:
+    """The ds_config's `_recipe`: what the recipe says otherwise where this JSON is chosen in place of its own."""
+    from recipes.training.ds_config import load_ds_config
+
+    overrides = load_ds_config(path).get("_recipe", [])
+    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
+        raise InputError(f'{path}: _recipe: {overrides!r} must be a list such as ["pipeline.stages=null"]')
+    return overrides
 
 
 def _find_recipe(path: str | Path) -> Path:

@@ -192,8 +192,7 @@ def test_search_writes_a_config_that_plans_as_it_said(capsys, tmp_path, name, op
     printed = capsys.readouterr().out.splitlines()
     speeds = [float(line.split()[0].replace(",", "")) for line in printed[1:-1]]
     assert 1 < len(speeds) <= plan.SHOWN and speeds == sorted(speeds, reverse=True)
-    overrides = printed[-1].partition("run it with ")[2].split()
-    values = planned(capsys, name, "--deepspeed_config", written, *overrides)
+    values = planned(capsys, name, *printed[-1].partition("take it with ")[2].split())
     assert values["fits"] and values["gpus"] == 16
     assert values["tokens_per_s"] == pytest.approx(speeds[0], abs=1)
     assert f"{values['memory_bytes']['device'] / GIB:.1f} GiB" in printed[1]

@@ -41,6 +41,8 @@ def test_hardware_variants_by_name(capsys):
     words = command(capsys, "local", "8b.h200")
     assert words[words.index("--recipe") + 1] == "8b"
     assert words[words.index("--deepspeed_config") + 1] == str(REPOSITORY / "ds_configs" / "8b.h200.json")
+    words = command(capsys, "slurm", "405b.h200-1024")[-1].split()
+    assert str(REPOSITORY / "recipes" / "pretrain.py") in words  # not in stages, as its _recipe says
     refused("8b.tpu.json does not exist", "local", "8b.tpu", "--dry_run")
 
 
