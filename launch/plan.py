@@ -301,8 +301,13 @@ def host_lines(plan: Plan) -> list[str]:
     else:
         of = f"of {have} are offloaded"
     lines = [f"host, a node     {host.offloaded / GIB:8.2f} GiB {of}"]
-    said = {"optimizer": "optimizer states", "master": "fp32 master weights", "gradients": "fp32 gradients"}
-    lines += [f"  {said.get(part, part):<52}{size / GIB:8.2f}" for part, size in host.states.items()]
+    said = {
+        "optimizer": "optimizer states",
+        "master": "fp32 master weights",
+        "gradients": "gradients",
+        "buffers": "low-precision buffers",
+    }
+    lines += [f"  {said.get(part, part):<52}{size / GIB:8.2f}" for part, size in host.states.items() if size]
     if host.copies:
         waits = have is not None and host.copies > (have * GIB - host.offloaded) / 2
         line = "beside them, a checkpoint's copies" if host.offloaded else "a checkpoint's copies"
@@ -399,7 +404,8 @@ def main(argv: list[str] | None = None) -> int:
     kind = kind_of(hardware.device if arguments.gpu is None else arguments.gpu)
     if kind != kind_of(hardware.device):  # other machines than the ds_config's
         node = arguments.devices_per_node or kind.devices_per_node
-        hardware = Hardware(kind.name, hardware.devices, node, kind.fast_domain)
+        beyond = kind.fast_domain if kind.fast_domain > kind.devices_per_node else None
+        hardware = Hardware(kind.name, hardware.devices, node, beyond)
     for key, value in (("devices", arguments.gpus), ("fast_domain", arguments.fast_domain)):
         if value is not None:
             if value < 1:

@@ -138,9 +138,15 @@ def model_states(config: dict, sizes, mine: list[Layer]) -> dict:
     optimizer = part(4 * moments, stage > 0)
     host = {}
     if where := _offloads(zero, "offload_optimizer"):
-        host[where] = {"optimizer": optimizer, "master": master, "gradients": part(4, True)}
+        # ZeRO-3 adds gradients up beside those that the optimizer is given. The others keep a low-precision buffer of the
+        # new weights; ZeRO-2 adds gradients up on the device where it does so in fp32 for bf16, else in another buffer.
+        host[where] = {"optimizer": optimizer, "master": master, "gradients": part(4 + sums * (stage == 3), True)}
+        buffers, on_device = size * (stage < 3), stage < 2 or stage == 2 and sums > size
+        if stage == 2 and not on_device and sizes.accumulation > 1:
+            buffers += size
+        host[where]["buffers"] = part(buffers, True)
         master, optimizer = 0, 0
-        gradients = 0 if stage > 1 else gradients
+        gradients = gradients if on_device else 0
     if where := _offloads(zero, "offload_param"):
         host[where] = {**host.get(where, {}), "weights": weights}
         weights = 0
