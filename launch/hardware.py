@@ -90,6 +90,11 @@ def hardware_of(config: dict, where: str) -> Hardware:
             raise InputError(f"{where}: _hardware.{key}: {value!r} must be a positive integer")
         if key == "time_limit" and not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", value, re.ASCII):
             raise InputError(f"{where}: _hardware.time_limit: {value!r} is no time that sbatch takes{TIMES}")
+        if key == "device":
+            try:
+                kind_of(value)
+            except InputError as error:
+                raise InputError(f"{where}: _hardware.device: {error}") from None
     return Hardware(**stated)
 
 

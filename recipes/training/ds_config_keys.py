@@ -18,12 +18,13 @@ _KEYS_BY_KIND: dict[str, dict[str, str]] = {
             data_types aio datastates_ckpt weight_quantization compile timers tensor_parallel expert_parallel
             """,
         "any": """
-            train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
-            gradient_allreduce_op gradient_clipping data_parallel_size
+            managed_gradient_accumulation gradient_allreduce_op gradient_clipping data_parallel_size
             """,
         "fp32|fp16|bf16?": "communication_data_type seq_parallel_communication_data_type",
         "debug|info|warning|error|critical?": "log_level",
-        "positive": "sequence_parallel_size",
+        "positive": """
+            train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps sequence_parallel_size
+            """,
         "positive?": "steps_per_print vocabulary_size",
         "factor": "gradient_predivide_factor",
     },

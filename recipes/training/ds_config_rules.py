@@ -369,7 +369,7 @@ def _check_params(built: str, params: dict, refuse: Callable) -> None:
         if key not in known and key in OPTIMIZER_PARAMS["torch.optim.AdamW"] and "torch_adam" in known:
             refuse(name, "is torch's; state torch_adam true with it, or leave it out")
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
             refuse(name, f"{built} does not take it; {hint}")
         pair = (built, key) == ("torch.optim.Adafactor", "eps")

@@ -93,6 +93,7 @@ def test_good_config_and_notes_pass():
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "needs DeepSpeed's CPU Adam"),
         ({"bf16": {"enabled": "Auto"}}, 'bf16.enabled: "Auto" means something only inside the Hugging Face trainer'),
         ({"gradient_clipping": "AUTO"}, 'gradient_clipping: "AUTO" means something only inside'),
+        ({"train_micro_batch_size_per_gpu": "2"}, "train_micro_batch_size_per_gpu: '2' must be a positive integer"),
         ({"steps_per_print": "ten"}, "steps_per_print: 'ten' must be a positive integer"),
         ({"steps_per_print": 0}, "steps_per_print: 0 must be a positive integer"),
         ({"communication_data_type": "float31"}, "communication_data_type: 'float31' must be fp32, fp16 or bf16"),
@@ -143,7 +144,7 @@ def test_refusals(changes, message):
     ("kind", "params", "message"),
     [
         ("Lion", {"bets": [0.9, 0.99]}, "optimizer.params.bets: FusedLion does not take it; did you mean betas?"),
-        ("Lion", {"eps": 1e-8}, "FusedLion does not take it"),
+        ("Lion", {"eps": 1e-8}, "FusedLion does not take it; it takes lr, betas, weight_decay"),
         ("Muon", {"momentom": 0.95}, "MuonWithAuxAdam does not take it; did you mean momentum?"),
         ("Muon", {"ns_method": "fast"}, "ns_method: 'fast' must be gram or standard"),
         ("Lamb", {"max_grad_norm": 1.0}, "optimizer.params.max_grad_norm: FusedLamb does not take it"),
