@@ -41,7 +41,7 @@ def test_hardware_variants_by_name(capsys):
     words = command(capsys, "local", "8b.h200")
     assert words[words.index("--recipe") + 1] == "8b"
     assert words[words.index("--deepspeed_config") + 1] == str(REPOSITORY / "ds_configs" / "8b.h200.json")
-    refused("8b.tpu.json does not exist", "local", "8b.tpu", "--dry_run")
+    refused("ds_configs has no 8b.tpu.json; for 8b there are 8b, 8b.h200, 8b.rtx4090", "local", "8b.tpu", "--dry_run")
 
 
 def test_slurm_options_come_from_the_hardware_note(capsys):
