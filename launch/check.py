@@ -107,6 +107,28 @@ def check_parser(description: str, **options):
     return parser
 
 
+def take_recipe(arguments, usage: str) -> None:
+    """Move the recipe from the front of `overrides` to `recipe`; NAME.HARDWARE takes ds_configs/NAME.HARDWARE.json."""
+    if not arguments.overrides or "=" in arguments.overrides[0]:
+        raise InputError(f"name a recipe first; usage: {usage}")
+    arguments.recipe, *arguments.overrides = arguments.overrides
+    name, _, variant = arguments.recipe.partition(".")
+    if (
+        variant in ("", "yaml")
+        or "/" in arguments.recipe
+        or Path(arguments.recipe).is_file()
+        or arguments.deepspeed_config
+    ):
+        return
+    folder = REPOSITORY / "ds_configs"
+    known = sorted(path.stem for path in folder.glob(f"{name}.*json"))
+    if not known:
+        return
+    if arguments.recipe not in known:
+        raise InputError(f"{folder} has no {arguments.recipe}.json; for {name} there are {', '.join(known)}")
+    arguments.recipe, arguments.deepspeed_config = name, str(folder / f"{arguments.recipe}.json")
+
+
 def shipped() -> list[tuple[str, Path]]:
     """(name of a recipe in recipes/, a ds_config made for it): NAME.json, or NAME.HARDWARE.json."""
     return [(path.name.split(".")[0], path) for path in sorted((REPOSITORY / "ds_configs").glob("*.json"))]
@@ -121,6 +143,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     arguments = parser.parse_intermixed_args(argv)
     if arguments.all:
+        for key in ("world_size", "deepspeed_config"):
+            if getattr(arguments, key) is not None:
+                raise InputError(f"--{key} does not go with --all, which takes every shipped ds_config as it stands")
         for arguments.recipe, path in shipped():
             arguments.deepspeed_config = str(path)
             hardware = hardware_of(load_ds_config(path), path.name)
@@ -128,9 +153,7 @@ def main(argv: list[str] | None = None) -> int:
             title = f"{path.name}, {hardware.devices} x {kind_of(hardware.device).name}"
             print("\n".join([title, describe(prepared), *all_remarks(prepared, hardware)]), end="\n\n")
         return 0
-    if not arguments.overrides or "=" in arguments.overrides[0]:
-        raise InputError(f"name a recipe first, or pass --all; usage: {usage}")
-    arguments.recipe, *arguments.overrides = arguments.overrides
+    take_recipe(arguments, f"{usage}, or --all")
     recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config)
     config, world_size, accelerator = load_ds_config(recipe.deepspeed_config, overrides), arguments.world_size, None
     if "_hardware" in config:  # what it is for, not what this machine is

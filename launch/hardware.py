@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import yaml
 
 from data_prep.errors import InputError
+from recipes.training.ds_config_kinds import is_kind, wanted
 
 KINDS_FILE = Path(__file__).with_name("gpu_kinds.yaml")
+TIMES = ': "HH:MM:SS", "D-HH:MM:SS", or minutes'  # of sbatch --time
 
 
 @dataclass(frozen=True)
@@ -87,14 +90,49 @@ def hardware_of(config: dict, where: str) -> Hardware:
             close = difflib.get_close_matches(key, known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
             raise InputError(f"{where}: _hardware.{key}: unknown key; {hint}")
+        if known[key].type == "str" and not isinstance(value, str):
+            raise InputError(
+                f"{where}: _hardware.{key}: {value!r} must be text in quotes{TIMES if key == 'time_limit' else ''}"
+            )
         if known[key].type != "str" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise InputError(f"{where}: _hardware.{key}: {value!r} must be a positive integer")
+        if key == "time_limit" and not re.fullmatch(r"\d+-\d+(:\d+){0,2}|\d+(:\d+){0,2}", value, re.ASCII):
+            raise InputError(f"{where}: _hardware.time_limit: {value!r} is no time that sbatch takes{TIMES}")
+        if key == "device":
+            try:
+                kind_of(value)
+            except InputError as error:
+                raise InputError(f"{where}: _hardware.device: {error}") from None
     return Hardware(**stated)
 
 
 @functools.cache
 def kinds() -> dict[str, Kind]:
-    return {name: Kind(name, **values) for name, values in yaml.safe_load(KINDS_FILE.read_text()).items()}
+    """The devices of gpu_kinds.yaml by name. Raises InputError for a key or value that one can't have."""
+    try:
+        stated = yaml.safe_load(KINDS_FILE.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise InputError(f"{KINDS_FILE}: not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(stated, dict):
+        raise InputError(f"{KINDS_FILE}: the file must be NAME: {{KEY: VALUE, ...}} lines")
+    return {name: _kind(name, values) for name, values in stated.items()}
+
+
+def _kind(name: str, values) -> Kind:
+    known = {field.name: field.type for field in fields(Kind) if field.name != "name"}
+    if not isinstance(name, str) or not isinstance(values, dict):
+        raise InputError(f"{KINDS_FILE}: {name}: must be a name and a section, not {values!r}")
+    for key in [*known, *values]:
+        if key not in values:
+            raise InputError(f"{KINDS_FILE}: {name}: {key} is missing; see the top of the file")
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+            raise InputError(f"{KINDS_FILE}: {name}: {key}: unknown key; {hint}")
+        kind = {"str": "text", "int": "positive", "float": "factor"}[known[key]]
+        if not is_kind(values[key], kind):
+            raise InputError(f"{KINDS_FILE}: {name}: {key}: {values[key]!r} must be {wanted(kind)}")
+    return Kind(name, **values)
 
 
 def kind_of(name: str) -> Kind:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from data_prep.errors import InputError, run_command
 from data_prep.files import write_text
-from launch.check import all_remarks, check, check_parser, hardware_for
+from launch.check import all_remarks, check, check_parser, hardware_for, take_recipe
 from launch.hardware import Hardware, Kind, kind_of
 from launch.planning.memory import (
     FRAGMENTATION,
@@ -392,13 +392,11 @@ def main(argv: list[str] | None = None) -> int:
         "--pipeline_chart", type=Path, metavar="FILE", help="draw the pipeline's schedules (.png, .svg)"
     )
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.overrides or "=" in arguments.overrides[0]:
-        raise InputError(f"name a recipe first; usage: {usage}")
     if arguments.write is not None and not arguments.search:
         raise InputError("--write goes with --search")
     if arguments.pipeline_chart is not None and arguments.search:
         raise InputError("--pipeline_chart draws one layout, not those of --search: leave one of the two out")
-    arguments.recipe, *arguments.overrides = arguments.overrides
+    take_recipe(arguments, usage)
     prepared = check(arguments, None, files=False)
     hardware = hardware_for(arguments, prepared)
     kind = kind_of(hardware.device if arguments.gpu is None else arguments.gpu)

@@ -21,6 +21,7 @@ from pathlib import Path
 import yaml
 
 from data_prep.errors import InputError, run_command
+from launch.check import take_recipe
 from recipes.training.ds_config import load_ds_config, parallel_sizes, zero_stage
 from recipes.training.recipe_file import effective_yaml, load_recipe, recipe_parser
 from recipes.training.settings import REPOSITORY
@@ -127,8 +128,9 @@ def write_copy(recipe, config: dict, layout: tuple[str, ...], kinds: list[str], 
         params["eps"] = max(params.get("eps", 0.0), SMALL_EPS)
         # and in steps so large that the loss is steep, bf16's rounding alone changes the gradient norm by a tenth
         params["lr"] = min(params.get("lr", LARGEST_RATE), LARGEST_RATE)
-    if device == "cpu":  # nothing is compiled
-        params["torch_adam"] = True
+        if device == "cpu":  # nothing is compiled
+            params["torch_adam"] = True
+    if device == "cpu":
         config["zero_force_ds_cpu_optimizer"] = False
     Path(copy["deepspeed_config"]).write_text(json.dumps(config))
     path = folder / f"{'_'.join(layout) or 'single'}.yaml"
@@ -209,10 +211,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="default: cpu")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="default: fp32")
     arguments = parser.parse_intermixed_args(argv)
-    if not arguments.overrides or "=" in arguments.overrides[0]:
-        raise InputError(f"name a recipe first; usage: {usage}")
-    path, *changes = arguments.overrides
-    recipe, overrides = load_recipe(path, changes, arguments.deepspeed_config)
+    take_recipe(arguments, usage)
+    recipe, overrides = load_recipe(arguments.recipe, arguments.overrides, arguments.deepspeed_config)
     config = load_ds_config(recipe.deepspeed_config, overrides)
     if (kind := config["optimizer"]["type"]).lower() not in ("adam", "adamw", "sgd"):
         raise InputError(
@@ -242,6 +242,9 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             results = run_cases(cases, ranks, arguments.device, folder)
             for case in cases:
+                error = results[case["name"]].get("error", "")
+                if error.startswith(f"{InputError.__name__}: "):
+                    raise InputError(f"{case['name']}: {error.removeprefix(f'{InputError.__name__}: ')}")
                 difference = first_difference(results[case["name"]], plain, TOLERANCE[arguments.dtype])
                 print(
                     f"{ranks} rank{'s' if ranks > 1 else ' '}  {case['name']:<32} {difference or 'equal'}", flush=True

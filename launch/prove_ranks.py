@@ -73,7 +73,8 @@ def run_case(case: dict) -> dict:
     else:
         from recipes.training.pipeline import build_engine, train_step
     stream = training_stream(recipe)
-    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": [], "applied": [], "bad_ranks": []}
+    keys = ("loss", "grad_norm", "lr", "tokens", "applied", "bad_ranks", "other_losses")
+    result: dict = {key: [] for key in keys}
     with fresh_deepspeed():
         engine = build_engine(prepared)
         initial = whole_weights(engine, prepared)
@@ -84,13 +85,14 @@ def run_case(case: dict) -> dict:
             batch = collate(stream, rank_samples(step * sizes.global_batch, *place))
             with poisoned(step + 1 == case.get("poison") and dist.get_rank() == dist.get_world_size() - 1):
                 values = train_step(engine, batch, sizes)
-            for key in result:
+            for key in keys:
                 result[key].append(getattr(values, key))
             if case.get("moved"):
                 parts = distributed.gather(distances(whole_weights(engine, prepared), initial))
                 moved.append({name: value for part in parts for name, value in part.items()})
             if values.expert_load is not None:
                 result["expert_load"] = values.expert_load
+        agreed(hashes(whole_weights(engine, prepared)))  # replicas and tied copies are still bitwise equal
         engine.destroy()
     return {**result, "initial_weights": initial_hashes, "moved": moved}
 
@@ -111,6 +113,8 @@ def poisoned(active: bool):
 
 def run_plain(case: dict) -> dict:
     """The same steps in plain torch: one process, one batch, no engine; cross-entropy, clipping, and an optimizer of torch."""
+    from transformers import AutoModelForCausalLM
+
     from recipes import models
     from recipes.models.balance import sequence_balance
     from recipes.models.build import build_model, parameter_groups
@@ -118,7 +122,10 @@ def run_plain(case: dict) -> dict:
     prepared = prepared_case(case, 1)
     recipe, config = prepared.recipe, prepared.ds_config
     settings, length = recipe.model, recipe.data.seq_length
-    model = build_model(settings, length, recipe.seed)
+    if settings.init_from is None:
+        model = build_model(settings, length, recipe.seed)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(settings.init_from, attn_implementation="sdpa")
     initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     moved = []
     params = {key: value for key, value in config["optimizer"]["params"].items() if key != "torch_adam"}
@@ -129,7 +136,7 @@ def run_plain(case: dict) -> dict:
     optimizer = kind[config["optimizer"]["type"].lower()](groups, **params)
     balance = getattr(settings, "router_aux_loss_coef", 0.0)
     factor, stream, updates = recipe_factor(recipe), training_stream(recipe), 0
-    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": []}
+    result: dict = {"loss": [], "grad_norm": [], "lr": [], "tokens": [], "other_losses": []}
     assert models.family(settings.family).parameter_count(settings) == sum(p.numel() for p in model.parameters())
     for step in range(case["steps"]):
         samples = np.arange(step * recipe.global_batch_size, (step + 1) * recipe.global_batch_size)
@@ -142,10 +149,14 @@ def run_plain(case: dict) -> dict:
         logits = output.logits.flatten(0, 1)
         loss = torch.nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED_LABEL)
         kept = labels.flatten() != IGNORED_LABEL
-        total = loss + recipe.loss.z_loss * (logits.logsumexp(-1) ** 2)[kept].mean()
+        total, others = loss, {}
+        if recipe.loss.z_loss:
+            others["z_loss"] = (logits.logsumexp(-1) ** 2)[kept].mean()
+            total = total + recipe.loss.z_loss * others["z_loss"]
         if balance:
             sums, _ = sequence_balance(output.router_logits, labels, settings.num_experts_per_tok)
-            total = total + balance * sums / kept.sum()
+            others["balance_loss"] = sums / kept.sum()
+            total = total + balance * others["balance_loss"]
         optimizer.zero_grad()
         total.backward()
         clip = config["gradient_clipping"] or float("inf")
@@ -156,8 +167,8 @@ def run_plain(case: dict) -> dict:
         if step + 1 != case.get("poison"):
             optimizer.step()
             updates += 1
-        values = (loss.item(), norm.item(), lr, int(kept.sum()))
-        for key, value in zip(("loss", "grad_norm", "lr", "tokens"), values, strict=True):
+        others = {key: value.item() for key, value in others.items()}
+        for key, value in zip(result, (loss.item(), norm.item(), lr, int(kept.sum()), others), strict=True):
             result[key].append(value)
         moved.append(distances({name: parameter.detach() for name, parameter in model.named_parameters()}, initial))
     rounded = {name: value.to(DTYPES[precision(config)]).float() for name, value in initial.items()}
@@ -186,14 +197,14 @@ def whole_weights(engine, prepared) -> dict[str, torch.Tensor]:
     whole: dict[str, torch.Tensor] = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
-            value = parameter.detach().float().cpu().clone()
+            value = parameter.detach().float().clone()
         name = name if names is None else names[name]
         module = name.removesuffix(".weight")
         if sizes.expert > 1 and name.endswith((universal.GATE, universal.UP, universal.DOWN)):
             value = _gathered(value, groups._get_expert_parallel_group(parameter.group_name), 0)
         elif tensor_group is not None and module.endswith((*plan["column"], *plan["row"])):
             value = _gathered(value, tensor_group, 0 if module.endswith(plan["column"]) else 1)
-        whole[name] = value
+        whole[name] = value.cpu()
     for name in [name for name in whole if name.endswith(universal.GATE)]:
         layer = name.removesuffix(universal.GATE)
         both = [whole.pop(layer + ending) for ending in (universal.GATE, universal.UP)]

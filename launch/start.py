@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from data_prep.errors import InputError, run_command
-from launch.check import all_remarks, check, check_parser, describe, hardware_for
+from launch.check import all_remarks, check, check_parser, describe, hardware_for, take_recipe
 from launch.hardware import Hardware
 from launch.hosts import read_host_file
 from recipes.training.prepare import Prepared
@@ -86,13 +86,7 @@ def main(argv: list[str] | None = None) -> int:
     if place == "hostfile":
         parser.add_argument("--hostfile", type=Path, default=Path("hostfile"), help="default: %(default)s")
     arguments = parser.parse_intermixed_args(argv[1:])
-    if not arguments.overrides or "=" in arguments.overrides[0]:
-        raise InputError(f"name a recipe first; usage: {usage}")
-    arguments.recipe, *arguments.overrides = arguments.overrides
-    name, _, variant = arguments.recipe.partition(".")
-    if variant and not Path(arguments.recipe).exists() and arguments.deepspeed_config is None:
-        arguments.deepspeed_config = str(REPOSITORY / "ds_configs" / f"{arguments.recipe}.json")
-        arguments.recipe = name
+    take_recipe(arguments, usage)
     hardware = hardware_for(arguments, check(arguments, None, files=False))
     accelerator = "cpu" if hardware.device == "cpu" else "cuda"
     prepared = check(arguments, hardware.devices, accelerator, files=not arguments.dry_run)

@@ -16,6 +16,8 @@ KEYS = """
     """.split()
 # Of models with experts: for each of their layers, tokens of the busiest expert / tokens of the average one.
 BY_LAYER = "expert_load"
+# Where the recipe has them: nats² and none, means over tokens before their weights; `loss` holds neither.
+OPTIONAL = ("z_loss", "balance_loss", BY_LAYER)
 # Keys whose values are no curve.
 NOT_PLOTTED = {"step", "attempt", "time"}
 
@@ -59,7 +61,7 @@ class MetricsWriter:
         """One line of metrics.jsonl; finite numbers go to TensorBoard too."""
         values = {"step": step, **values, "attempt": self.attempt, "time": time.time()}
         if "validation_loss" not in values:
-            values = {key: values[key] for key in (*KEYS, *([BY_LAYER] if BY_LAYER in values else []))}
+            values = {key: values[key] for key in (*KEYS, *(key for key in OPTIONAL if key in values))}
         line = jsonable(values)
         self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
         self._file.flush()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes.util
 import difflib
 import importlib.util
-import math
 from collections.abc import Callable
 
 from data_prep.errors import InputError
@@ -22,17 +21,21 @@ from recipes.training.ds_config import (
     zero_stage,
 )
 from recipes.training.ds_config_keys import (
-    ADAM_PARAMS,
+    BUILT,
     ELSEWHERE,
     KNOWN_KEYS,
     NOT_OF_CHECKPOINT,
     NOT_OFFERED,
+    OLD_NAMES,
+    OPTIMIZER_PARAMS,
     OPTIMIZERS,
+    PARAM_KINDS,
     REMOVED,
     ROUTING,
     TORCH_OPTIMIZERS,
     ZERO_OPTIMIZERS,
 )
+from recipes.training.ds_config_kinds import is_kind, is_number, wanted
 from recipes.training.sizes import MICRO
 
 
@@ -54,54 +57,32 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
             refuse(key, f"not here: {ELSEWHERE[key]}")
         if key in NOT_OFFERED:
             refuse(key, "recipes/pretrain.py does not offer it; take it out")
-    for section, known in KNOWN_KEYS.items():
-        values = config
-        for part in filter(None, section.split(".")):
-            values = values.get(part, {}) if isinstance(values, dict) else {}
-        if section == "checkpoint.writer" and values is None:  # DeepSpeed's default engine
-            continue
-        if section and section.split(".")[0] in config and not isinstance(values, dict):
-            refuse(section, f"must be a section, not {values!r}")
-        for key in values:
-            if key not in known and not key.startswith("_"):
-                refuse(f"{section}.{key}".lstrip("."), _nearest(key, known))
+    _check_section(config, "", "", refuse)
     for key, right in (("gradient_allreduce_op", "mean"), ("managed_gradient_accumulation", True)):
         if config.get(key, right) != right:
             refuse(key, f"{config[key]!r} changes the scale of the gradient, which the step sets; take it out")
-    for key, value in _leaves(config):
-        if value == "auto":
-            refuse(key, '"auto" means something only inside the Hugging Face trainer; state the value')
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            refuse(key, f"the string {value!r} counts as true whatever it says; write {value.lower()} without quotes")
-
     optimizer = config.get("optimizer")
     if not isinstance(optimizer, dict) or "type" not in optimizer:
         refuse("optimizer", 'state one, such as {"type": "AdamW", "params": {"lr": 3e-4}}')
     if not isinstance(optimizer["type"], str):
         refuse("optimizer.type", f"{optimizer['type']!r} is no optimizer's name")
     params = optimizer.get("params", {})
-    if not isinstance(params, dict):
-        refuse("optimizer.params", f"must be a section, not {params!r}")
-    if not _is_number(params.get("lr")) or params["lr"] <= 0:
+    _check_value("optimizer.params", params, "section", refuse)
+    if not is_number(params.get("lr")) or params["lr"] <= 0:
         refuse("optimizer.params.lr", f"state the peak learning rate as a positive number, not {params.get('lr')!r}")
-    for key in ("eps", "weight_decay", "momentum"):
-        if key in params and not (_is_number(params[key]) and params[key] >= 0):
-            refuse(f"optimizer.params.{key}", f"{params[key]!r} must be a number of at least 0")
     betas = params.get("betas", [0.9, 0.999])
-    if not (isinstance(betas, list) and len(betas) == 2 and all(_is_number(b) and 0 <= b < 1 for b in betas)):
+    if not (isinstance(betas, list) and len(betas) == 2 and all(is_number(b) and 0 <= b < 1 for b in betas)):
         refuse("optimizer.params.betas", f"{betas!r} must be two numbers from 0 to below 1")
-    if str(optimizer["type"]).lower() in ("adam", "adamw"):
-        for key in params:
-            if key not in ADAM_PARAMS and not key.startswith("_"):
-                refuse(f"optimizer.params.{key}", _nearest(key, ADAM_PARAMS))
-        if "fused" in params and not params.get("torch_adam"):
-            refuse("optimizer.params.fused", "is torch's; state torch_adam true with it, or leave it out")
     kind = optimizer["type"].lower()
     if kind not in [name.lower() for name in OPTIMIZERS] and optimizer["type"] not in TORCH_OPTIMIZERS:
         close = difflib.get_close_matches(optimizer["type"], [*OPTIMIZERS, *TORCH_OPTIMIZERS], n=1)
         hint = f"did you mean {close[0]}?" if close else f"known: {', '.join([*OPTIMIZERS, *TORCH_OPTIMIZERS])}"
         refuse("optimizer.type", f"{optimizer['type']!r} is no optimizer of DeepSpeed 0.19 or torch; {hint}")
-    if not _is_number(config.get("gradient_clipping")) or config["gradient_clipping"] < 0:
+    built = _built(config)
+    _check_params(built, params, refuse)
+    if accelerator == "cpu" and built in ("FusedLamb", "FusedLion"):
+        refuse("optimizer.type", f"{optimizer['type']} runs on the CPU only as Lion under offload_optimizer; use AdamW")
+    if not is_number(config.get("gradient_clipping")) or config["gradient_clipping"] < 0:
         refuse(
             "gradient_clipping",
             "state it (0 turns clipping off): an absent one means 1.0 in DeepSpeed 0.19 and meant off before",
@@ -119,13 +100,13 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
     if stage > 0 and kind not in ZERO_OPTIMIZERS and not config.get("zero_allow_untested_optimizer"):
         refuse("optimizer.type", f"{optimizer['type']} at ZeRO stage {stage} needs zero_allow_untested_optimizer: true")
     accumulation = config.get("data_types", {}).get("grad_accum_dtype")
-    if accumulation not in (None, "fp32", "fp16", "bf16"):
-        refuse("data_types.grad_accum_dtype", f"{accumulation!r} must be fp32, fp16 or bf16")
     if stage == 0 and accumulation not in (None, precision(config)):
         refuse(
             "data_types.grad_accum_dtype",
             f"{accumulation} does not go with weights in {precision(config)} at ZeRO stage 0; use stage 1, 2 or 3",
         )
+    if zero.get("compute_grad_norm") is False and stage not in (1, 2):
+        refuse("zero_optimization.compute_grad_norm", f"false needs ZeRO stage 1 or 2, not {stage}; leave it out")
     if zero.get("compute_grad_norm") is False and config["gradient_clipping"] > 0:
         refuse(
             "zero_optimization.compute_grad_norm", "false does not go with gradient_clipping; use 0, or leave it out"
@@ -134,8 +115,6 @@ def check_ds_config(config: dict, where: str, accelerator: str | None = None) ->
         refuse("zero_optimization.compute_grad_norm", "false does not go with stage 1 in bf16 accumulating in fp32")
     for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
         device = zero.get(key, {}).get("device", "none")
-        if device not in ("none", "cpu", "nvme"):
-            refuse(f"zero_optimization.{key}.device", f"{device!r} must be none, cpu or nvme")
         if device != "none" and stage < least:
             refuse(f"zero_optimization.{key}", f"has no effect at ZeRO stage {stage}; it needs {least} or more")
         if device == "nvme" and (stage != 3 or not zero[key].get("nvme_path")):
@@ -170,13 +149,6 @@ def check_layout(recipe, config: dict, where: str, accelerator: str | None = Non
     def refuse(key: str, message: str):
         raise InputError(f"{where}: {key}: {message}")
 
-    for key in ("tensor_parallel.autotp_size", "expert_parallel.autoep_size", "sequence_parallel_size"):
-        *section, last = key.split(".")
-        values = config.get(section[0], {}) if section else config
-        value = values.get(last, 1)
-        least = 0 if last == "autotp_size" else 1  # DeepSpeed's default, off
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            refuse(key, f"{value!r} must be a positive integer")
     attention, micro_batch = recipe.compute.attention, config.get(MICRO)
     if accelerator == "cpu" and attention.startswith(("flash", "flex")):
         raise InputError(f"compute.attention {attention} needs a GPU; use sdpa")
@@ -317,8 +289,6 @@ def _check_writer(config: dict, staged: bool, sizes: dict, accelerator: str | No
                 f"does not go with {key} {ranks}: DeepSpeed asks that layout's groups for pipeline ranks and fails; state "
                 "null, or take the checkpoint section out",
             )
-    if not isinstance(decoupled, bool):
-        refuse("checkpoint.writer.decoupled", f"{decoupled!r} must be true or false")
     if decoupled and (staged or stage in (1, 2)):
         refuse(
             "checkpoint.writer.decoupled",
@@ -351,20 +321,63 @@ def _check_datastates(section: dict, accelerator: str | None, refuse: Callable) 
         )
 
 
-def _is_number(value) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+def _check_section(values: dict, section: str, place: str, refuse: Callable) -> None:
+    """Refuse unknown keys and values of another kind; `place` is the section's name in messages."""
+    known = KNOWN_KEYS[section]
+    for key, value in values.items():
+        path, name = f"{section}.{key}".lstrip("."), f"{place}.{key}".lstrip(".")
+        if key.startswith("_"):
+            if section:
+                refuse(
+                    name,
+                    "a note stands at the top level alone: in a section DeepSpeed takes it for a key; move it there",
+                )
+            continue
+        if key not in known:
+            refuse(name, _nearest(key, known))
+        if section == "zero_optimization" and key in OLD_NAMES:
+            refuse(name, f"is an old name; write {OLD_NAMES[key]}")
+        _check_value(name, value, known[key], refuse)
+        if path in KNOWN_KEYS and isinstance(value, list):
+            for number, part in enumerate(value):
+                _check_section(part, path, f"{name}[{number}]", refuse)
+        elif path in KNOWN_KEYS and value is not None:
+            _check_section(value, path, name, refuse)
+
+
+def _check_value(name: str, value, kind: str, refuse: Callable) -> None:
+    if is_kind(value, kind):
+        return
+    if isinstance(value, str) and value.lower() == "auto":
+        refuse(name, f'"{value}" means something only inside the Hugging Face trainer; state the value')
+    refuse(name, f"{value!r} must be {wanted(kind)}")
+
+
+def _built(config: dict) -> str:
+    """The class that DeepSpeed builds the optimizer from, a key of OPTIMIZER_PARAMS."""
+    kind, params = config["optimizer"]["type"].lower(), config["optimizer"].get("params", {})
+    if kind in ("adam", "adamw") and params.get("torch_adam"):
+        return "torch.optim.AdamW" if kind == "adamw" or params.get("adam_w_mode", True) else "torch.optim.Adam"
+    offload = config.get("zero_optimization", {}).get("offload_optimizer", {}).get("device", "none")
+    return BUILT[kind][offload != "none"] if kind in BUILT else f"torch.optim.{config['optimizer']['type']}"
+
+
+def _check_params(built: str, params: dict, refuse: Callable) -> None:
+    known = OPTIMIZER_PARAMS[built]
+    for key, value in params.items():
+        name = f"optimizer.params.{key}"
+        if key not in known and key in OPTIMIZER_PARAMS["torch.optim.AdamW"] and "torch_adam" in known:
+            refuse(name, "is torch's; state torch_adam true with it, or leave it out")
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(known)}"
+            refuse(name, f"{built} does not take it; {hint}")
+        pair = (built, key) == ("torch.optim.Adafactor", "eps")
+        _check_value(name, value, "any" if pair else PARAM_KINDS.get(key, "any"), refuse)
+    if params.get("amsgrad") and not built.startswith(("torch.", "mup.")):
+        refuse("optimizer.params.amsgrad", f"{built} has no AMSGrad; take it out")
 
 
 def _nearest(key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     return "unknown key, which DeepSpeed would ignore or refuse" + (f"; did you mean {close[0]}?" if close else "")
-
-
-def _leaves(values: dict, prefix: str = ""):
-    for key, value in values.items():
-        if key.startswith("_"):
-            continue
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

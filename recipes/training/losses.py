@@ -75,6 +75,7 @@ def attach_loss(model, settings, loss) -> None:
 
         trained        what the gradient is of: cross-entropy, and the weighted z-loss and balance loss, if any
         cross_entropy  the loss that is reported; detached
+        z_loss, balance_loss  where the recipe has them: without their weights; detached
         expert_use     [layers, experts] tokens that chose each expert, where the router's choices are known; detached
 
     Without labels it returns what it did before.
@@ -96,11 +97,15 @@ def attach_loss(model, settings, loss) -> None:
         outputs = self.model(input_ids=input_ids, use_cache=False, **arguments)
         cross_entropy, z = head_losses(self.lm_head, outputs.last_hidden_state, labels, loss.z_loss, loss.chunk_tokens)
         sums = {"trained": cross_entropy + loss.z_loss * z, "cross_entropy": cross_entropy.detach()}
+        if loss.z_loss:
+            sums["z_loss"] = z.detach()
         if (router_logits := getattr(outputs, "router_logits", None)) is not None:
             top_k = settings.num_experts_per_tok
             with torch.set_grad_enabled(torch.is_grad_enabled() and balance > 0):
                 imbalance, sums["expert_use"] = sequence_balance(router_logits, labels, top_k)
             sums["trained"] = sums["trained"] + balance * imbalance
+            if balance:
+                sums["balance_loss"] = imbalance.detach()
         return sums
 
     model.forward = types.MethodType(forward, model)

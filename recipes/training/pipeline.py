@@ -58,27 +58,25 @@ class Pipeline(PipelineModule):
 
 
 class PipelineLoss:
-    """The last stage's loss of one micro batch; adds up its cross-entropy for the report.
+    """The last stage's loss of one micro batch; adds up cross-entropy and z-loss for the report.
 
     Labels come as (labels [micro_batch, sequence], factor []): the loss is (sum over tokens) · factor.
     """
 
     def __init__(self, z_loss: float):
         self.z_loss = z_loss
-        self.cross_entropy = 0.0
+        self.sums = torch.zeros(2)
 
     def __call__(self, logits: torch.Tensor, labels: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         labels, factor = labels
-        total = cross_entropy = token_loss_sum(logits, labels)
-        if self.z_loss:
-            total = total + self.z_loss * z_loss_sum(logits, labels)
-        self.cross_entropy = self.cross_entropy + cross_entropy.detach()
-        return total * factor
+        cross_entropy = token_loss_sum(logits, labels)
+        z = z_loss_sum(logits, labels) if self.z_loss else torch.zeros_like(cross_entropy)
+        self.sums = self.sums.to(logits.device) + torch.stack([cross_entropy, z]).detach()
+        return (cross_entropy + self.z_loss * z) * factor
 
     def take(self, device) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cross-entropy added up since the last call: this rank's own, and that of all ranks together."""
-        own = torch.zeros((), device=device) + self.cross_entropy
-        self.cross_entropy = 0.0
+        """[cross-entropy, z-loss] added up since the last call: this rank's own, and those of all ranks together."""
+        own, self.sums = self.sums.to(device), torch.zeros(2)
         total = own.clone()
         dist.all_reduce(total)
         return own, total
@@ -271,17 +269,19 @@ def train_step(engine, batch: StepBatch, sizes, flags=list) -> StepResult:
     factor = torch.tensor(sizes.accumulation * sizes.data / max(tokens, 1), device=engine.device)
     lr = engine.lr_scheduler.get_last_lr()[0]
     engine.train_batch(_micro_batches(engine, batch, factor))
-    own_loss, loss = engine.module.loss_fn.take(engine.device)  # the last stage's ranks alone have one
+    own, total = engine.module.loss_fn.take(engine.device)  # the last stage's ranks alone have one
+    loss, z = (value / (sizes.tensor * max(tokens, 1)) for value in total.tolist())
     grad_norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
     return StepResult(
-        loss=loss.item() / sizes.tensor / max(tokens, 1),
+        loss=loss,
         grad_norm=None if grad_norm is None else float(grad_norm),
         lr=lr,
         tokens=tokens,
         applied=applied,
         flags=tuple(count > 0 for count in raised),
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
-        bad_ranks=() if applied else ranks_not_finite(own_loss),
+        bad_ranks=() if applied else ranks_not_finite(own[0]),
+        other_losses={"z_loss": z} if engine.module.loss_fn.z_loss else {},
     )
 
 
@@ -300,5 +300,5 @@ def validate(engine, stream: SampleStream, samples: int, sizes, rank: int) -> tu
     tokens = torch.tensor(total, dtype=torch.int64, device=engine.device)
     dist.all_reduce(tokens)
     tokens = int(tokens) // (sizes.tensor * sizes.pipeline)
-    loss = engine.module.loss_fn.take(engine.device)[1].item() / sizes.tensor
+    loss = engine.module.loss_fn.take(engine.device)[1][0].item() / sizes.tensor
     return loss / max(tokens, 1), tokens

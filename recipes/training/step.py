@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ class StepResult:
         loss_scale: of fp16 training, else None.
         expert_load: of each layer with experts, tokens of the busiest expert / tokens of the average one; else None.
         bad_ranks: where the update was left out, the ranks whose own loss was not finite.
+        other_losses: z_loss and balance_loss where the recipe has them: means as `loss`, before their weights.
     """
 
     loss: float
@@ -40,10 +41,12 @@ class StepResult:
     loss_scale: float | None
     expert_load: list[float] | None = None
     bad_ranks: tuple[int, ...] = ()
+    other_losses: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict:
         """The values of metrics.jsonl that come from here."""
         values = {key: getattr(self, key) for key in ("loss", "grad_norm", "lr", "applied", "loss_scale")}
+        values.update(self.other_losses)
         return values if self.expert_load is None else {**values, "expert_load": self.expert_load}
 
 
@@ -89,7 +92,7 @@ def train_step(
     factor = sizes.accumulation * averaged / tokens.clamp(min=1)
     lr = engine.lr_scheduler.get_last_lr()[0]
     loss_sum = torch.zeros((), dtype=torch.float32, device=engine.device)
-    expert_use = None
+    others: dict[str, torch.Tensor] = {}
     for micro in range(sizes.accumulation):
         sums = forward(engine, batch, micro, sizes)
         loss_sum += sums["cross_entropy"]
@@ -100,17 +103,22 @@ def train_step(
                 factor = factor * float("nan")  # DeepSpeed leaves an update with such gradients out, on all ranks
         engine.backward(sums["trained"] * factor)
         engine.step()
-        if "expert_use" in sums:
-            expert_use = sums["expert_use"] if expert_use is None else expert_use + sums["expert_use"]
-    # The flags travel with the loss, so that all ranks act on them at the same step.
-    totals = torch.cat([loss_sum[None], loss_sum.new_tensor(flags(), dtype=loss_sum.dtype)])
+        for name in sums.keys() - {"trained", "cross_entropy"}:
+            others[name] = others.get(name, 0) + sums[name]
+    expert_use = others.pop("expert_use", None)
+    # The flags travel with the losses, so that all ranks act on them at the same step.
+    names = sorted(others)
+    own = torch.stack([loss_sum, *(others[name] for name in names)])
+    totals = torch.cat([own, own.new_tensor(flags())])
     dist.all_reduce(totals)  # a copy: loss_sum stays this rank's own
-    loss, *raised = totals.tolist()
+    values, counted = totals.tolist(), sizes.tensor * max(int(tokens), 1)
+    loss, *rest = (value / counted for value in values[: len(own)])
+    raised = values[len(own) :]
     if expert_use is not None:
         dist.all_reduce(expert_use)
     grad_norm, applied = engine.get_global_grad_norm(), engine.was_step_applied()
     return StepResult(
-        loss=loss / sizes.tensor / max(int(tokens), 1),
+        loss=loss,
         grad_norm=None if grad_norm is None else float(grad_norm),
         lr=lr,
         tokens=int(tokens),
@@ -119,6 +127,7 @@ def train_step(
         loss_scale=engine._get_optimizer_loss_scale() if engine.fp16_enabled() else None,
         expert_load=None if expert_use is None else (expert_use.amax(1) / expert_use.mean(1).clamp(min=1)).tolist(),
         bad_ranks=() if applied else ranks_not_finite(loss_sum),
+        other_losses=dict(zip(names, rest, strict=True)),
     )
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from data_prep.errors import InputError
-from launch import check
+from launch import check, hardware
 from launch.hardware import hardware_of, kind_of, kinds
 from recipes.training.settings import REPOSITORY
 from tests.conftest import TINY_DS_CONFIG
@@ -56,7 +56,27 @@ def test_a_config_is_checked_for_the_hardware_that_it_states(tiny, capsys, monke
     change_json(tiny, _hardware={"device": "h100-80gb", "devices": 3})
     refused(tiny, "8 is not divisible by", flash)
     change_json(tiny, _hardware={"device": "h1000"})
-    refused(tiny, "h1000", flash)
+    refused(tiny, "ds.json: _hardware.device: GPU kind 'h1000' is unknown; did you mean h100-80gb?", flash)
+
+
+def test_all_takes_every_config_as_it_stands():
+    for option, value in (("--world_size", "4"), ("--deepspeed_config", "ds.json")):
+        with pytest.raises(InputError, match=f"{option} does not go with --all"):
+            check.main(["--all", option, value])
+
+
+def test_a_variant_is_named_as_for_the_launch_scripts(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"ds_configs has no 8b.h300.json; for 8b there are 8b, 8b.h200, 8b.rtx4090"):
+        check.main(["8b.h300"])
+    taken = {}
+    for name in ("8b.h200", "8b", "8b.yaml", "folder/8b.h200"):
+        arguments = SimpleNamespace(overrides=[name, "seed=1"], deepspeed_config=None)
+        check.take_recipe(arguments, "")
+        assert arguments.overrides == ["seed=1"]
+        taken[name] = (arguments.recipe, arguments.deepspeed_config)
+    assert taken.pop("8b.h200") == ("8b", str(REPOSITORY / "ds_configs" / "8b.h200.json"))
+    assert taken == {name: (name, None) for name in taken}
 
 
 def test_variants_name_their_hardware():
@@ -71,8 +91,11 @@ def test_variants_name_their_hardware():
         (["--world_size", 3, "pipeline.stages=2"], "world size 3 is not divisible by 2 = tensor 1 x pipeline 2"),
         (["--world_size", 2, "ds.train_micro_batch_size_per_gpu=3"], "8 is not divisible by train_micro_batch"),
         (["--world_size", 2, "ds.gradient_accumulation_steps=3"], "8 != 2*3*2"),
-        (["--world_size", 2, "ds.gradient_accumulation_steps=0"], "gradient_accumulation_steps must be a positive"),
-        (["--world_size", 2, "ds.train_micro_batch_size_per_gpu=8.0"], "must be a positive integer, not 8.0"),
+        (["--world_size", 2, "ds.gradient_accumulation_steps=0"], "gradient_accumulation_steps: 0 must be a positive"),
+        (
+            ["--world_size", 2, "ds.train_micro_batch_size_per_gpu=8.0"],
+            "train_micro_batch_size_per_gpu: 8.0 must be a positive integer",
+        ),
         (["pipeline.stages=2", "ds.zero_optimization.stage=2"], "2 does not go with pipeline.stages 2"),
         (["pipeline.stages=3"], "3 stages are more than the model's 2 layers"),
         (["ds.bf16.enabled=auto"], 'bf16.enabled: "auto" means something only inside the Hugging Face trainer'),
@@ -124,6 +147,13 @@ CPU = {"device": "cpu"}
         ({**zero(1), **optimizer("SGD")}, "SGD at ZeRO stage 1 needs zero_allow_untested_optimizer: true"),
         ({"_hardware": {"time_limt": 8}}, "_hardware.time_limt: unknown key; did you mean time_limit?"),
         ({"_hardware": {"devices": "8"}}, "_hardware.devices: '8' must be a positive integer"),
+        ({"_hardware": {"device": 8}}, "_hardware.device: 8 must be text in quotes"),
+        (
+            {"_hardware": {"time_limit": 24}},
+            '_hardware.time_limit: 24 must be text in quotes: "HH:MM:SS", "D-HH:MM:SS"',
+        ),
+        ({"_hardware": {"time_limit": "24h"}}, "_hardware.time_limit: '24h' is no time that sbatch takes"),
+        ({"_hardware": {"time_limit": "1:2:3:4"}}, "_hardware.time_limit: '1:2:3:4' is no time that sbatch takes"),
     ],
 )
 def test_refusals_by_json(tiny, changes, message):
@@ -211,6 +241,40 @@ def test_idle_pipeline_stages(tiny, capsys):
     assert line.startswith(
         "warning: pipeline.stages: 2 stages and 1 micro batches leave each device idle 50% of a step"
     )
+
+
+GOOD_KIND = (
+    "{memory_gib: 1, bf16_tflops: 1, fp32_tflops: 1, memory_gb_s: 1, fast_gb_s: 1, network_gb_s: 1, host_gb_s: 1, "
+    "devices_per_node: 8, fast_domain: 8, calibration: none}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (f"mine: {GOOD_KIND.replace('host_gb_s: 1, ', '')}", "mine: host_gb_s is missing"),
+        (
+            f"mine: {GOOD_KIND.replace('host_gb_s: 1', 'host_gb_s: 25 GB')}",
+            "mine: host_gb_s: '25 GB' must be a positive",
+        ),
+        (f"mine: {GOOD_KIND.replace('fast_gb_s: 1', 'fast_gb_s: 0')}", "mine: fast_gb_s: 0 must be a positive number"),
+        (f"mine: {GOOD_KIND.replace('n: 8', 'n: 8.5')}", "mine: fast_domain: 8.5 must be a positive integer"),
+        (f"mine: {GOOD_KIND.replace('none', '5')}", "mine: calibration: 5 must be text"),
+        (
+            f"mine: {GOOD_KIND.replace('{', '{memory_gb: 1, ')}",
+            "mine: memory_gb: unknown key; did you mean memory_gib?",
+        ),
+        ("mine: 80", "mine: must be a name and a section, not 80"),
+        ("mine", "the file must be NAME: {KEY: VALUE, ...} lines"),
+        ("mine: {", "not valid YAML"),
+    ],
+)
+def test_a_bad_kind_is_named(tmp_path, monkeypatch, content, message):
+    file = tmp_path / "gpu_kinds.yaml"
+    file.write_text(f"{content}\n")
+    monkeypatch.setattr(hardware, "KINDS_FILE", file)
+    with pytest.raises(InputError, match=re.escape(f"{file}: {message}")):
+        kinds.__wrapped__()
 
 
 def test_kinds():

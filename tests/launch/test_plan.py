@@ -106,7 +106,7 @@ def test_a_number_of_gpus_that_the_layout_cannot_use_is_a_misfit(capsys):
 
 def test_batch_sizes_that_no_number_of_gpus_can_use_are_bad_input():
     micro = "ds.train_micro_batch_size_per_gpu"
-    refused("train_micro_batch_size_per_gpu must be a positive integer, not 0", "demo", f"{micro}=0")
+    refused("train_micro_batch_size_per_gpu: 0 must be a positive integer", "demo", f"{micro}=0")
     refused("8 is not divisible by train_micro_batch_size_per_gpu 3", "demo", "global_batch_size=8", f"{micro}=3")
     refused("train_batch_size 7 in the ds_config is not global_batch_size 16", "demo", "ds.train_batch_size=7")
 

@@ -43,7 +43,7 @@ def test_hardware_variants_by_name(capsys):
     assert words[words.index("--deepspeed_config") + 1] == str(REPOSITORY / "ds_configs" / "8b.h200.json")
     words = command(capsys, "slurm", "405b.h200-1024")[-1].split()
     assert str(REPOSITORY / "recipes" / "pretrain.py") in words  # not in stages, as its _recipe says
-    refused("8b.tpu.json does not exist", "local", "8b.tpu", "--dry_run")
+    refused("ds_configs has no 8b.tpu.json; for 8b there are 8b, 8b.h200, 8b.rtx4090", "local", "8b.tpu", "--dry_run")
 
 
 def test_slurm_options_come_from_the_hardware_note(capsys):

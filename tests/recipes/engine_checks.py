@@ -20,7 +20,7 @@ from data_prep.loader import IGNORED_LABEL, StepBatch, rank_samples
 from recipes.training import checkpoint, checkpoint_files, distributed, losses, step
 from recipes.training.ds_config import load_ds_config
 from recipes.training.ds_config_rules import check_ds_config
-from recipes.training.engine import build_engine
+from recipes.training.engine import build_engine, forget_empty_step
 from recipes.training.losses import token_loss_sum
 from recipes.training.prepare import Prepared
 from recipes.training.recipe_file import effective_yaml, load_recipe
@@ -29,6 +29,7 @@ from tests.recipes.families import SMALL
 
 FOLDER = Path(sys.argv[1])
 STEPS, BATCH, LENGTH, VOCABULARY = 4, 8, 16, 64
+TOKENS = {"one parameter": (1, 4), "a rank without labels": (0, 4), "no labels at all": (0, 0)}
 CLIP = 0.5  # below every gradient norm here
 
 
@@ -49,9 +50,17 @@ def my_batch(number: int, sizes, rank: int) -> StepBatch:
 
 
 def prepared(
-    name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, family: str = "tiny", init_from=None, rows=64
+    name: str,
+    stage: int,
+    micro: int,
+    tied: bool,
+    *ds_overrides: str,
+    family: str = "tiny",
+    init_from=None,
+    rows=64,
+    dropout: float = 0.0,
 ) -> Prepared:
-    overrides = [f"name={name}", "model.attention_dropout=0", f"model.tie_word_embeddings={tied}"]
+    overrides = [f"name={name}", f"model.attention_dropout={dropout}", f"model.tie_word_embeddings={tied}"]
     if family == "qwen3_moe":  # its balance loss is test_parity.py's
         overrides.append("model.router_aux_loss_coef=0")
     overrides += [f"model.init_from={init_from or 'null'}", f"model.vocab_size={rows}"]
@@ -108,19 +117,20 @@ def steps(engine, case: Prepared, progress, until: int, poison: bool = False) ->
 
 
 def run_case(
-    name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False, family: str = "tiny"
+    name: str, stage: int, micro: int, tied: bool, *ds_overrides: str, poison: bool = False, **options
 ) -> dict:
     """STEPS steps, a checkpoint half way and at the end, the logits of one input; then the second half again, resumed.
 
-    With `poison`, rank 1's loss is NaN in step 2.
+    With `poison`, rank 1's loss is NaN in step 2. `options` as of prepared.
     """
-    case = prepared(name, stage, micro, tied, *ds_overrides, family=family)
+    case = prepared(name, stage, micro, tied, *ds_overrides, **options)
     engine, progress = build_engine(case), checkpoint.Progress()
     initial = distributed.gather(digest(gathered(engine)))
     data = {"data": name}
     first, first_hashes = steps(engine, case, progress, STEPS // 2, poison)
     half_way = save(engine, case, progress, data)
     second, second_hashes = steps(engine, case, progress, STEPS)
+    drawn = distributed.gather(float(torch.rand(())))
     finite = all(bool(value.isfinite().all()) for value in gathered(engine).values())
     save(engine, case, progress, data)
     engine.eval()
@@ -134,6 +144,7 @@ def run_case(
     engine = build_engine(case)
     again = checkpoint.resume(engine, case.recipe, case.sizes, half_way, data)
     resumed, resumed_hashes = steps(engine, case, again, STEPS)
+    drawn_again = distributed.gather(float(torch.rand(())))
     engine.destroy()
     results = first + second
     return {
@@ -144,6 +155,8 @@ def run_case(
         "tokens": [r.tokens for r in results],
         "hashes": [initial, *first_hashes, *second_hashes],
         "finite": finite,
+        "drawn": drawn,
+        "drawn_again": drawn_again,
         "progress": progress.__dict__,
         "resumed": [[r.loss, r.grad_norm, r.lr] for r in resumed],
         "resumed_hashes": resumed_hashes,
@@ -226,6 +239,41 @@ def started_from(family: str) -> dict:
     return results
 
 
+def moves_in_bf16() -> dict:
+    """100 bf16 steps of Adam at 6e-4, a sixth of bf16's step at 1, with the same gradient: w that the optimizer holds."""
+    results = {}
+    for stage in (0, 1, 2, 3):
+        adam = {"type": "AdamW", "params": {"lr": 6e-4, "weight_decay": 0.0, "torch_adam": True}}
+        engine = one_parameter_engine(stage, adam, bf16={"enabled": True}, accumulation=1)
+        for _ in range(100):
+            take_one_step(engine, np.ones((1, 1, 4)), np.zeros((1, 1, 4), int))
+        adam = engine.optimizer.optimizer
+        masters = [parameter.detach() for group in adam.param_groups for parameter in group["params"]]
+        if stage == 3:  # DeepSpeed hands its partitions to the optimizer for the time of a step
+            masters = [deepspeed.utils.safe_get_full_fp32_param(engine.module.w)]
+        tensors = masters + [value for state in adam.state.values() for value in state.values() if value.dim()]
+        # A rank whose share of the one number is padding has zeros.
+        largest = max(distributed.gather(max([float(master.max()) for master in masters if len(master)], default=0.0)))
+        dtypes = sorted({str(tensor.dtype) for tensor in tensors})
+        results[f"stage {stage}"] = {"master": largest, "dtypes": dtypes}
+        engine.destroy()
+    return results
+
+
+def many_micro_batches() -> dict:
+    """The gradient norm of 256 equal micro batches in bf16, whose sum in bf16 would end far too small."""
+    results = {}
+    for stage in (1, 2, 3):  # DeepSpeed refuses fp32 sums at 0
+        sgd = {"type": "SGD", "params": {"lr": 0.0}}
+        engine = one_parameter_engine(
+            stage, sgd, bf16={"enabled": True}, data_types={"grad_accum_dtype": "fp32"}, accumulation=256
+        )
+        result = take_one_step(engine, np.full((256, 1, 4), 1.5), np.zeros((256, 1, 4), int))
+        results[f"stage {stage}"] = result.grad_norm
+        engine.destroy()
+    return results
+
+
 class OneParameter(torch.nn.Module):
     """ "Logits" are w · input, and the loss is their sum, so that each token's gradient is its input."""
 
@@ -238,16 +286,16 @@ class OneParameter(torch.nn.Module):
         return {"trained": loss, "cross_entropy": loss.detach()}
 
 
-def one_parameter(stage: int) -> dict:
-    """Rank 0: 2 tokens of loss 1; rank 1: 8 tokens of loss 3. SGD with rate 1 on w = 1."""
-    rank = dist.get_rank()
+def one_parameter_engine(stage: int, optimizer: dict, accumulation: int, **keys):
+    """An engine over OneParameter, w = 1, with a constant rate."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": optimizer,
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
+        **keys,
     }
     model = OneParameter()
     engine, *_ = deepspeed.initialize(
@@ -257,17 +305,42 @@ def one_parameter(stage: int) -> dict:
         lr_scheduler=lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda k: 1.0),
         dist_init_required=False,
     )
-    if stage == 0:
+    if stage == 0 and "bf16" in keys:
+        forget_empty_step(engine)
+    elif stage == 0:
         step.guard_stage_0(engine)
-    inputs = np.full((2, 1, 4), 3 if rank else 1)
+    return engine
+
+
+def take_one_step(engine, inputs: np.ndarray, labels: np.ndarray):
+    """inputs, labels: this rank's [accumulation, 1, tokens]."""
+    accumulation = len(inputs)
+    sizes = Sizes(2, 2, 1, 1, 1, 1, 1, accumulation, 2 * accumulation)
+    batch = StepBatch(inputs, labels, np.zeros((accumulation, 1)), int((labels == 0).sum()))
+    return step.train_step(engine, batch, sizes, flags=lambda: [False, dist.get_rank() == 1])
+
+
+def one_parameter(stage: int, counts: tuple[int, int]) -> dict:
+    """One step of SGD with rate 1 on w = 1.
+
+    Args:
+        counts: tokens of each of two micro batches: on rank 0, of loss 1; on rank 1, of loss 3.
+    """
+    rank = dist.get_rank()
+    engine = one_parameter_engine(stage, {"type": "SGD", "params": {"lr": 1.0}}, accumulation=2)
     labels = np.full((2, 1, 4), IGNORED_LABEL)
-    labels[:, :, : 4 if rank else 1] = 0
-    sizes = Sizes(2, 2, 1, 1, 1, 1, 1, 2, 4)
-    batch = StepBatch(inputs, labels, np.zeros((2, 1)), int((labels == 0).sum()))
-    result = step.train_step(engine, batch, sizes, flags=lambda: [False, rank == 1])
-    weight = float(engine.module.w.detach())
+    labels[:, :, : counts[rank]] = 0
+    result = take_one_step(engine, np.full((2, 1, 4), 3 if rank else 1), labels)
+    with deepspeed.zero.GatheredParameters([engine.module.w], enabled=stage == 3):
+        weight = float(engine.module.w.detach())
     engine.destroy()
-    return {"loss": result.loss, "grad_norm": result.grad_norm, "w": weight, "flags": result.flags}
+    return {
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "w": weight,
+        "flags": result.flags,
+        "applied": result.applied,
+    }
 
 
 def main() -> None:
@@ -280,15 +353,22 @@ def main() -> None:
     for micro in (1, 4):
         results[f"micro {micro}"] = run_case(f"micro_{micro}", 1, micro, True)
     for stage in (0, 1, 2, 3):
-        results[f"stage {stage} bf16"] = run_case(f"s{stage}_bf16", stage, 4, True, "bf16.enabled=true")
+        bf16 = "bf16.enabled=true"
+        results[f"stage {stage} bf16"] = run_case(f"s{stage}_bf16", stage, 4, True, bf16)
+        poisoned = run_case(f"s{stage}_poisoned_bf16", stage, 4, True, bf16, poison=True)
+        results[f"stage {stage} poisoned bf16"] = poisoned
+        results[f"stage {stage} dropout"] = run_case(f"s{stage}_dropout", stage, 2, True, dropout=0.1)
     for family in SMALL:
         results[f"reference {family}"] = reference(False, family)
         results[f"started from {family}"] = started_from(family)
         results[f"buffers {family}"] = buffers_in_bf16(family)
         for stage in (0, 1, 2, 3):
             results[f"stage {stage} {family}"] = run_case(f"s{stage}_{family}", stage, 2, False, family=family)
-    for stage in (0, 1):
-        results[f"one parameter, stage {stage}"] = one_parameter(stage)
+    for stage in (0, 1, 2, 3):
+        for name, counts in TOKENS.items():
+            results[f"{name}, stage {stage}"] = one_parameter(stage, counts)
+    results["moves in bf16"] = moves_in_bf16()
+    results["many micro batches"] = many_micro_batches()
     if dist.get_rank() == 0:
         (FOLDER / "results.json").write_text(json.dumps(results))
     distributed.stop_process_group()

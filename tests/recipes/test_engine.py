@@ -89,12 +89,37 @@ def test_the_optimizer_counts_the_steps_of_the_run_alone(folder, stage):
         assert manifest["optimizer_steps"] == 4, kind
 
 
-@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stage", STAGES)
 def test_loss_and_gradient_are_weighted_by_tokens(results, stage):
     # 2 tokens of loss 1 and 8 of loss 3: 2.6, not 2.0; w = 1 - 2.6.
     one = results[f"one parameter, stage {stage}"]
     assert (one["loss"], one["grad_norm"], one["w"]) == pytest.approx((2.6, 2.6, -1.6), rel=1e-6)
     assert one["flags"] == [False, True]  # rank 1 alone raised its second; rank 0 knows
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_masked_micro_batches_are_no_alarm(results, stage):
+    part, nothing = results[f"a rank without labels, stage {stage}"], results[f"no labels at all, stage {stage}"]
+    assert (part["loss"], part["grad_norm"], part["w"], part["applied"]) == (3.0, 3.0, -2.0, True)
+    assert (nothing["loss"], nothing["grad_norm"], nothing["w"], nothing["applied"]) == (0.0, 0.0, 1.0, True)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_keeps_what_is_smaller_than_its_step(results, stage):
+    moved = results["moves in bf16"][f"stage {stage}"]
+    assert moved["master"] == pytest.approx(1 - 100 * 6e-4, rel=1e-3) and moved["dtypes"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize("stage", STAGES[1:])
+def test_many_micro_batches_in_bf16_add_up(results, stage):
+    assert results["many micro batches"][f"stage {stage}"] == pytest.approx(1.5, rel=0.01)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_ranks_draw_other_random_numbers_and_go_on_with_theirs_on_resume(results, stage):
+    ours = results[f"stage {stage} dropout"]
+    assert len(set(ours["drawn"])) == 2 and ours["drawn"] == ours["drawn_again"]
+    assert ours["loss"] != results[f"stage {stage} tied"]["loss"]  # dropout acts
 
 
 def test_initial_weights_do_not_depend_on_the_stage(results):
@@ -108,7 +133,7 @@ def test_replicas_stay_equal_and_change(results, stage):
     assert all(a == b for a, b in hashes) and len({a for a, _ in hashes}) == len(hashes)
 
 
-@pytest.mark.parametrize("kind", ["tied", "untied", "bf16", "poisoned", *SMALL])
+@pytest.mark.parametrize("kind", ["tied", "untied", "dropout", "bf16", "poisoned", "poisoned bf16", *SMALL])
 @pytest.mark.parametrize("stage", STAGES)
 def test_resuming_half_way_is_bitwise_the_same_at_every_stage(results, stage, kind):
     ours = results[f"stage {stage} {kind}"]
@@ -118,9 +143,10 @@ def test_resuming_half_way_is_bitwise_the_same_at_every_stage(results, stage, ki
     assert ours["resumed_progress"] == ours["progress"]
 
 
+@pytest.mark.parametrize("kind", ["poisoned", "poisoned bf16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_nan_on_one_rank_skips_the_update_everywhere(results, stage):
-    ours = results[f"stage {stage} poisoned"]
+def test_a_nan_on_one_rank_skips_the_update_everywhere(results, stage, kind):
+    ours = results[f"stage {stage} {kind}"]
     assert ours["applied"] == [True, False, True, True] and ours["finite"]
     assert ours["hashes"][2] == ours["hashes"][1] != ours["hashes"][3]
     assert not np.isfinite(ours["loss"][1])

@@ -1,15 +1,20 @@
 """Every layout against plain torch: three launches, of 2, 4 and 8 ranks, each of many layouts one after another.
 
-Proven here: fp32, gloo, tiny shapes. Not proven here: NCCL, bf16, flash attention, torch.compile.
+Proven here: fp32, gloo, tiny shapes, torch.compile on a CPU where there is a compiler. Not proven here: NCCL, bf16, flash
+attention, torch.compile on a GPU.
 """
 
 import json
 import math
+import shutil
 import sys
 
 import pytest
+import torch
 import yaml
 
+from recipes.models.build import build_model, persistent_buffers
+from recipes.training.recipe_file import load_recipe
 from tests.conftest import REPOSITORY, launch, make_tiny
 from tests.recipes.families import EXAMPLE, SMALL
 
@@ -36,6 +41,9 @@ UNTIED, MASK, NO_BALANCE = (
     "data.document_mask=attention",
     "model.router_aux_loss_coef=0",
 )
+# SOURCE is a Hugging Face checkpoint of the recipe's family, which plain torch reads by transformers' own from_pretrained.
+FROM = "model.init_from=SOURCE"
+SOURCES = ("tiny", "qwen3_moe", "deepseek_v3")
 WIDE = [UNTIED, "model.vocab_size=2048", "model.num_hidden_layers=4"]
 # Adam hides a wrong scale of the gradient; SGD without clipping does not.
 SGD = [
@@ -49,6 +57,8 @@ def stage(number: int) -> str:
     return f"ds.zero_optimization.stage={number}"
 
 
+COMPILED = {f"compiled, ZeRO-{n}": ("llama", [stage(n), "compute.compile=true"]) for n in (1, 3) if shutil.which("g++")}
+
 # Plain torch: {name: (recipe, overrides)}. Every other case names the one that it must equal.
 POISONED = "NaN in step 2: "
 PLAIN = {
@@ -60,6 +70,7 @@ PLAIN = {
     "sgd": ("tiny", SGD),
     **{family: (family, []) for family in SMALL if family != "llama"},
     "qwen3_moe, no balance": ("qwen3_moe", [NO_BALANCE]),
+    **{f"from {name}": (name, [FROM, *([NO_BALANCE] if name == "qwen3_moe" else [])]) for name in SOURCES},
     f"{POISONED}llama": ("tiny", []),
     f"{POISONED}qwen3_moe": ("qwen3_moe", []),
 }
@@ -87,6 +98,7 @@ CASES = {
         "z-loss in chunks": ("z-loss", ["loss.z_loss=0.01", "loss.chunk_tokens=7"]),
         "all blocks recomputed": ("llama", ["compute.activation_checkpoint_interval=1"]),
         "every second block recomputed, ZeRO-3": ("llama", [stage(3), "compute.activation_checkpoint_interval=2"]),
+        **COMPILED,
         "document mask": ("mask", [MASK]),
         "document mask, eager": ("mask", [MASK, "compute.attention=eager"]),
         **{f"SGD, ZeRO-{n}": ("sgd", [*SGD, stage(n)]) for n in range(4)},
@@ -112,6 +124,14 @@ CASES = {
         "pipeline 2, eager": ("llama", [PP, "compute.attention=eager"]),
         "pipeline 2, qwen3_moe": ("qwen3_moe, no balance", [PP, NO_BALANCE]),
         **{f"pipeline 2, {family}": (family, [PP]) for family in ("qwen3", "deepseek_v3", EXAMPLE)},
+        **{f"tensor 2, from {name}": (f"from {name}", [TP, *PLAIN[f"from {name}"][1]]) for name in SOURCES},
+        **{f"pipeline 2, from {name}": (f"from {name}", [PP, *PLAIN[f"from {name}"][1]]) for name in SOURCES},
+        **{
+            f"experts 2, ZeRO-{n}, from {name}": (f"from {name}", [*EP, stage(n), *PLAIN[f"from {name}"][1]])
+            for name in SOURCES[1:]
+            for n in (1, 3)
+        },
+        **{f"sequence 2, ZeRO-{n}, from tiny": ("from tiny", [SP, stage(n), FROM]) for n in (1, 3)},
         **{f"{POISONED}tensor 2, ZeRO-{n}": (f"{POISONED}llama", [TP, stage(n)]) for n in range(3)},
         **{f"{POISONED}sequence 2, ZeRO-{n}": (f"{POISONED}llama", [SP, stage(n)]) for n in (1, 3)},
         **{f"{POISONED}experts 2, ZeRO-{n}": (f"{POISONED}qwen3_moe", [*EP, stage(n)]) for n in range(4)},
@@ -141,7 +161,7 @@ def results_of(folder, ranks: int, cases: dict, plain: bool = False) -> dict:
         {
             "name": name,
             "recipe": str(folder / recipe / "tiny.yaml"),
-            "overrides": [*BASE, *overrides],
+            "overrides": [*BASE, *(text.replace("SOURCE", str(folder / recipe / "source")) for text in overrides)],
             "steps": STEPS,
             "plain": plain,
             "poison": 2 if name.startswith(POISONED) else None,
@@ -166,7 +186,18 @@ def folder(tmp_path_factory):
             settings = yaml.safe_load(recipe.read_text())
             settings["model"]["router_aux_loss_coef"] = 0.05
             recipe.write_text(yaml.safe_dump(settings))
+    for name in SOURCES:
+        save_source(folder / name)
     return folder
+
+
+def save_source(folder) -> None:
+    """Other weights than a run would draw, DeepSeek-V3's routing bias included, as a Hugging Face checkpoint."""
+    recipe, _ = load_recipe(folder / "tiny.yaml", BASE[:1])
+    model = build_model(recipe.model, recipe.data.seq_length, seed=99)
+    for buffer in persistent_buffers(model).values():
+        buffer += torch.arange(len(buffer)) / len(buffer)
+    model.save_pretrained(folder / "source")
 
 
 @pytest.fixture(scope="module")
@@ -194,6 +225,8 @@ def test_every_layout_equals_plain_torch(plain, results, ranks, name):
     for key in ("loss", "grad_norm", "lr", "tokens"):
         pairs = [pair for step, pair in enumerate(zip(ours[key], theirs[key], strict=True)) if step != poison]
         assert [here for here, _ in pairs] == pytest.approx([there for _, there in pairs], rel=1e-4), key
+    for here, there in zip(ours["other_losses"], theirs["other_losses"], strict=True):
+        assert here == pytest.approx(there, rel=1e-4)
     # The poisoned step alone is left out, on every rank: the steps after it equal those of plain torch without it.
     assert ours["applied"] == [step != poison for step in range(STEPS)]
     if poison is not None:
@@ -215,10 +248,21 @@ def test_the_cases_are_sharp(plain):
     assert plain["qwen3_moe"]["grad_norm"] != pytest.approx(balance, rel=1e-4)
 
 
+def test_z_loss_and_balance_loss_are_told_apart_from_the_loss(plain):
+    """The loss is the cross-entropy alone, whatever is trained beside it."""
+    assert plain["z-loss"]["loss"][0] == plain["llama"]["loss"][0]
+    assert plain["qwen3_moe"]["loss"][0] == plain["qwen3_moe, no balance"]["loss"][0]
+    assert [list(plain[name]["other_losses"][0]) for name in ("llama", "z-loss", "qwen3_moe")] == [
+        [],
+        ["z_loss"],
+        ["balance_loss"],
+    ]
+
+
 def test_golden_losses(plain):
     """Plain torch gives what it gave when these numbers were written: a change of model, data or seed shows here."""
     golden = json.loads(GOLDEN.read_text())
-    assert sorted(golden) == sorted(name for name in PLAIN if not name.startswith(POISONED))
+    assert sorted(golden) == sorted(name for name in PLAIN if not name.startswith((POISONED, "from ")))
     for name, values in golden.items():
         for key in ("loss", "grad_norm"):
             assert plain[name][key] == pytest.approx(values[key], rel=1e-3), (name, key)
