@@ -6,6 +6,7 @@ import logging
 import random
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -160,12 +161,15 @@ class Saver:
         while self._stage is not None:
             self._next_stage()
 
-    def close(self) -> None:
-        """Wait for everything, the newest checkpoint's upload included, and end a writer's process."""
+    def close(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for everything, the newest checkpoint's upload included, and end a writer's process.
+
+        `beat` is called as long as the upload moves.
+        """
         self.finish()
         self.writer.cleanup()
         if self.uploader is not None:
-            self.uploader.finish()
+            self.uploader.finish(beat)
             if dist.get_rank() == 0 and (kept := checkpoint_files.checkpoints(self.directory)):
                 self._retire(kept[-1])  # what an upload still needed
 

@@ -121,16 +121,26 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     def read_from_here() -> StepLoader:
         return StepLoader(stream, sizes, data_rank, progress.consumed_samples, recipe.data.prefetch_steps)
 
-    def roll_back(why: str) -> None:
-        """To the newest checkpoint, and on from there without the samples of this step."""
+    def save() -> None:
+        if replicas is not None:
+            replicas.check(progress.step)
+        saver.save(progress)
+
+    def roll_back(why: str) -> bool:
+        """To the newest checkpoint, and on from there without the samples of this step; False where there is none."""
         nonlocal progress
         saver.finish()
+        saved = distributed.broadcast(bool(checkpoint_files.checkpoints(saver.directory)))
+        # Going back takes time: left to the start that takes this step again.
+        if stopped and saved and progress.step < total:
+            logger.warning("step %d: %s; not saved", progress.step, why)
+            return True
         latest = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="latest"))
         path = checkpoint.choose(latest)
         if path is None:
-            logger.warning("step %d: %s; there is no checkpoint to go back to", progress.step, why)
-            return
-        if len(progress.left_out) == recipe.guards.max_rollbacks:
+            logger.warning("step %d: %s; there is no checkpoint to go back to: going on", progress.step, why)
+            return False
+        if len(progress.left_out) >= recipe.guards.max_rollbacks:
             raise FloatingPointError(f"step {progress.step}: {why}, after {recipe.guards.max_rollbacks} rollbacks")
         spiked = [progress.consumed_samples - sizes.global_batch, progress.consumed_samples]
         left_out = [*progress.left_out, spiked]
@@ -140,6 +150,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         progress = checkpoint.resume(engine, latest, sizes, path, fingerprint)
         progress.left_out = left_out
         spikes.restore(progress.recent)
+        return True
 
     light = light_state.LightStates(recipe, sizes, place.rank, progress)
     if held_out is not None and progress.step == 0:
@@ -173,37 +184,37 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         if metrics is not None and (due(recipe.monitor.log_every_steps) or not result.applied):
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
-        if not result.applied:
+        spiked = spikes.see(progress.step, result)
+        progress.recent = spikes.state()
+        left_out = spiked is not None and recipe.guards.spike == "skip_step"  # the line of the spike says so
+        if not result.applied and not left_out:
             ranks = ", ".join(map(str, result.bad_ranks)) or "none: the gradients alone"
             logger.warning("step %d had no update; ranks with a loss that is not finite: %s", progress.step, ranks)
         light.see(progress, metrics.position if metrics is not None else None)
-        skips.check(progress.step, result.applied)
+        skips.check(progress.step, result.applied, left_out)
         saver.advance(*saving)
         if replicas is not None and progress.step % recipe.guards.replica_check_every == 0:
             replicas.check(progress.step)
-        spiked = spikes.see(progress.step, result)
-        progress.recent = spikes.state()
-        if spiked is not None and recipe.guards.spike == "rollback" and not stopped:
+        if spiked is not None and recipe.guards.spike == "rollback" and roll_back(spiked):
             loader.close()
-            roll_back(spiked)
             loader = read_from_here()
             watchdog.beat(progress.step)
             continue
         if stopped:  # before anything else: the time until the kill may be short
             if recipe.checkpoint.on_signal:
-                saver.save(progress)
+                save()
             saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
         save_due |= saver.due(progress.step)
         # Not in a streak of steps without an update: its checkpoints would push out those before it.
         if save_due and not stopped and (result.applied or progress.step == total):
-            saver.save(progress)
+            save()
             save_due = False
         watchdog.beat(progress.step)
 
+    saver.close(lambda: watchdog.beat(progress.step))
     watchdog.close()
-    saver.close()
     loader.close()
     if place.rank == 0:
         metrics.close()

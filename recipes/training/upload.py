@@ -11,16 +11,18 @@ import json
 import logging
 import shutil
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch.distributed as dist
+from fsspec import Callback
 
 from data_prep.errors import InputError
 from recipes.training import checkpoint_files, distributed
 
 logger = logging.getLogger("recipes")
-TRIES, PAUSE_S = 3, 5
+TRIES, PAUSE_S, POLL_S = 3, 5, 0.5
 
 
 class Uploader:
@@ -32,6 +34,7 @@ class Uploader:
         self._next: Path | None = None  # the newest that was published meanwhile
         self._thread = ThreadPoolExecutor(1, "checkpoint-upload")
         self._work: Future | None = None
+        self._moved = Callback()  # counts what is copied
 
     def begin(self, path: Path) -> None:
         """Start to copy a published checkpoint, or remember it while an earlier one is on its way."""
@@ -69,21 +72,30 @@ class Uploader:
         """Checkpoints that must not be deleted yet."""
         return [path for path in (self.path, self._next) if path is not None]
 
-    def finish(self) -> None:
+    def finish(self, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for all of it. `beat` is called, on all ranks, as long as a copy of any rank moves."""
+        before = None
         while self.path is not None:
-            self.advance()
+            now = distributed.gather((self.busy(), self._moved.value))
+            if now != before:
+                beat()
+            before = now
+            if any(busy for busy, _ in now):
+                time.sleep(POLL_S)
+            else:
+                self.advance()
 
     def _put(self, names: list[str]) -> None:
-        self._work = self._thread.submit(_put_files, self.path, f"{self.url}/{self.path.name}", names)
+        self._work = self._thread.submit(_put_files, self.path, f"{self.url}/{self.path.name}", names, self._moved)
 
 
-def _put_files(path: Path, url: str, names: list[str]) -> str | None:
-    """Copy files; returns why that failed, None when it did not."""
+def _put_files(path: Path, url: str, names: list[str], moved: Callback) -> str | None:
+    """Copy files; returns why that failed, None when it did not. `moved` is told of each block."""
     for tried in range(1, TRIES + 1):
         try:
             system, root = checkpoint_files.open_remote(url)
             for name in names:
-                system.put_file(str(path / name), f"{root}/{name}")
+                system.put_file(str(path / name), f"{root}/{name}", callback=moved)
             return None
         except Exception as error:  # whatever the storage's client raises
             fault = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -134,10 +134,14 @@ def test_a_step_that_never_ends_is_ended_with_all_stacks(tmp_path):
 
 
 def test_a_flipped_bit_ends_the_run_unsaved(tmp_path):
-    options = ["guards.replica_check_every=2", "ds.zero_optimization.stage=0", "checkpoint.every_steps=4"]
+    """At the next save, although the next check of its own would come later."""
+    options = ["guards.replica_check_every=6", "ds.zero_optimization.stage=0", "checkpoint.every_steps=2"]
+    options.append("checkpoint.asynchronous=false")
     finished = launch_run(make_tiny(tmp_path), *options, env=fault("flip", rank=1, step=3))
     assert finished.code == 1 and "replicas differ after step 4: rank 0 on " in finished.last_line, finished.output
-    assert checkpoint_files.checkpoints(tmp_path / "runs" / "tiny" / "checkpoints") == []
+    assert "step 4 is not saved" in finished.last_line
+    saved = checkpoint_files.checkpoints(tmp_path / "runs" / "tiny" / "checkpoints")
+    assert [path.name for path in saved] == ["global_step2"]
 
 
 def test_loss_spikes(tmp_path):
