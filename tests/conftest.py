@@ -77,6 +77,33 @@ def make_tiny(folder: Path, **changes) -> Path:
     return folder / "tiny.yaml"
 
 
+def add_checkpoint(recipe, ds_config: dict, sizes, step: int, **changes) -> Path:
+    """A checkpoint of a run as the recipe says, with a file that holds no weights. `changes`: of its manifest."""
+    from recipes.training import checkpoint_files, prepare
+    from recipes.training.checkpoint import Progress
+
+    directory = recipe.run_directory / "checkpoints"
+    writing = directory / checkpoint_files.incomplete_tag(step)
+    writing.mkdir(parents=True)
+    (writing / "model.pt").write_bytes(b"weights" * step)
+    samples = recipe.total_steps * recipe.global_batch_size
+    manifest = {
+        **Progress(step, step * recipe.global_batch_size).counters(),
+        **checkpoint_files.compatibility(recipe),
+        "left_out": [],
+        "parent": None,
+        "layout": checkpoint_files.layout(ds_config, sizes),
+        "total_steps": recipe.total_steps,
+        "seed": recipe.seed,
+        "optimizer_steps": step,
+        "data": prepare.training_stream(recipe).fingerprint(recipe.data.order, samples),
+        "order_samples": samples,
+        "files": {"model.pt": checkpoint_files.entry_of(writing / "model.pt")},
+        **changes,
+    }
+    return checkpoint_files.publish(directory, step, manifest)
+
+
 @pytest.fixture(scope="session")
 def s3():
     """An S3 server on this machine, for this process and the ones it starts: its file system.

@@ -166,21 +166,46 @@ def remote_directory(recipe) -> str:
 
 
 def remote_steps(url: str) -> list[int]:
-    """Steps of the whole checkpoints in a remote directory, newest first. Raises InputError when it can't be listed."""
+    """Steps of the whole checkpoints in a remote directory, newest first.
+
+    Raises InputError for a URL that is none, ConnectionError when it can't be listed now.
+    """
+    system, root = open_remote(url)
     try:
-        system, root = open_remote(url)
         found = {path.rsplit("/", 2)[-2] for path in system.glob(f"{root}/global_step*/{MANIFEST}")}
     except Exception as error:  # whatever the storage's client raises
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise InputError(f"checkpoint.upload: {url} can't be listed: {why}") from None
+        malformed = isinstance(error, ValueError) or type(error).__name__ == "ParamValidationError"  # botocore's
+        raise (InputError if malformed else ConnectionError)(
+            f"checkpoint.upload: {url} can't be listed: {why}"
+        ) from None
     return sorted((int(TAG.fullmatch(name).group(1)) for name in found if TAG.fullmatch(name)), reverse=True)
 
 
+def remote_candidates(recipe, fault: str | None) -> list[int]:
+    """Steps of the remote checkpoints that the run can go on from, newest first.
+
+    Args:
+        fault: why no local one will do; None where there are none.
+
+    Raises InputError where there is a fault and no remote one; else as `remote_steps`.
+    """
+    url, resume = remote_directory(recipe), recipe.checkpoint.resume
+    there = remote_steps(url)
+    wanted = there if resume == "latest" else [step for step in there if step == int(resume)]
+    if fault is not None and not wanted:
+        raise InputError(f"{fault}; steps in {url}: {', '.join(map(str, reversed(there))) or 'none'}")
+    return wanted
+
+
 def open_remote(url: str):
-    """(fsspec's file system, the path in it) of a URL."""
+    """(fsspec's file system, the path in it) of a URL. Raises InputError."""
     import fsspec
 
-    return fsspec.core.url_to_fs(url, use_listings_cache=False)
+    try:
+        return fsspec.core.url_to_fs(url, use_listings_cache=False)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"checkpoint.upload: {url}: {' '.join(str(error).split())}") from None
 
 
 def expected_bytes(parameters: int, ds_config: dict) -> int:
@@ -249,6 +274,22 @@ def parent_checkpoint(reference: str) -> Path:
     if not run or not (step.isascii() and step.isdecimal()):
         raise InputError(f"{reference!r} is not RUN@STEP: a run directory and the step of one of its checkpoints")
     return find(Path(run) / "checkpoints", step).chosen
+
+
+def parent_asked_for(recipe) -> str | None:
+    """RUN@STEP of `start_from` or `branch_from`."""
+    return recipe.checkpoint.start_from or recipe.checkpoint.branch_from
+
+
+def check_same_parent(path: Path, recipe) -> None:
+    """Raises InputError when the run that saved `path` did not begin where the recipe now says that it begins."""
+    was, now = read_manifest(path).get("parent"), parent_asked_for(recipe)
+    if now not in (None, was):
+        begun = f"began from {was}" if was is not None else "has no parent"
+        raise InputError(
+            f"{path}: this run {begun}, not {now}; leave checkpoint.start_from and branch_from out to go on with it, or use "
+            "another name=..."
+        )
 
 
 def check_same_model(path: Path, recipe) -> None:

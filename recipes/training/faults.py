@@ -173,18 +173,18 @@ def write_state(run_directory: Path, state: str, step: int | None, cause: str | 
         print(f"could not write {previous}: {problem}", file=sys.stderr)
 
 
-def refuse_before_start(error: InputError) -> int:
-    """A mistake found before the process group exists: every rank has found it, local rank 0 prints it.
+def refuse_before_start(error: InputError | ConnectionError) -> int:
+    """A mistake, or a storage out of reach, before the process group exists: every rank has found it, local rank 0 prints it.
 
     The others wait for the launcher to end them: one that left first would take rank 0 down before it printed.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if REPORT_VARIABLE in os.environ:
+        if REPORT_VARIABLE in os.environ and isinstance(error, InputError):
             Path(os.environ[REPORT_VARIABLE]).write_text(f"error: {error}", encoding="utf-8")
     else:
         time.sleep(20)
-    return USER_MISTAKE
+    return USER_MISTAKE if isinstance(error, InputError) else FAULT
 
 
 def _leave(code: int) -> None:

@@ -54,7 +54,7 @@ def run(script: str, description: str, method: Callable[[], Method], argv: list[
         prepared = prepare(arguments, place.world_size, accelerator, content=place.rank == 0, script=script)
         if place.rank == 0:
             run_directory.open_run_directory(prepared)
-    except InputError as error:
+    except (InputError, ConnectionError) as error:
         return faults.refuse_before_start(error)
     watch = faults.FaultWatch(prepared.recipe.run_directory, place.rank)
     try:
@@ -73,18 +73,21 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     logger.info("%s: %s", recipe.run_directory, sizes)
 
     # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
-    from recipes.training import checkpoint, light_state, upload
+    from recipes.training import checkpoint, light_state
 
     way = method()
     if (warning := probe.check_checkpoint_directory(recipe, prepared.ds_config, place.rank)) is not None:
         logger.warning(warning)
-    upload.fetch(recipe, prepared.ds_config, sizes)
-    resume_from = checkpoint.choose(recipe)
-    branch_from = None
+    resume_from = checkpoint.choose_or_fetch(recipe, prepared.ds_config, sizes)
+    branch_from, source, parent = None, prepared, checkpoint_files.parent_asked_for(recipe)
+    if resume_from is not None:
+        if parent is not None:
+            logger.info("begun from %s, this run has checkpoints of its own: it goes on from those", parent)
+        parent = checkpoint_files.read_manifest(resume_from).get("parent")
     if resume_from is None and recipe.checkpoint.branch_from is not None:
         branch_from = parents.verified(recipe.checkpoint.branch_from)
     elif resume_from is None and recipe.checkpoint.start_from is not None:
-        prepared = parents.with_parent_weights(prepared, place.rank)
+        source = parents.with_parent_weights(prepared, place.rank)
     order_samples = checkpoint_files.order_samples(recipe, resume_from)
     stream = training_stream(recipe, order_samples)
     held_out = validation_stream(recipe)
@@ -93,7 +96,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         stream.prefetch()
     fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
     loaded_from = resume_from or branch_from
-    engine = way.build_engine(prepared if loaded_from is None else without_source(prepared))
+    engine = way.build_engine(source if loaded_from is None else without_source(prepared))
     checkpoint.seed_ranks(recipe.seed, 0, place.rank)
     progress = checkpoint.Progress()
     if loaded_from is not None:
@@ -107,7 +110,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     data_rank = sizes.data_rank(place.rank)
     sample_log = run_directory.SampleLog(recipe, place.rank)
 
-    saver = checkpoint.Saver(engine, recipe, sizes, fingerprint, order_samples)
+    saver = checkpoint.Saver(engine, recipe, sizes, fingerprint, order_samples, parent)
 
     def validate() -> None:
         loss, tokens = way.validate(engine, *held_out, sizes, data_rank)

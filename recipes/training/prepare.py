@@ -193,11 +193,19 @@ def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, strea
                 )
         check_parent(recipe, config, sizes)
         return
-    found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
+    try:
+        found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
+    except InputError as error:
+        if recipe.checkpoint.upload is None:
+            raise
+        if stream is not None:  # one rank asks for all
+            checkpoint_files.remote_candidates(recipe, str(error))
+        return  # the one that is fetched is checked then
     if found.chosen is None:
         check_parent(recipe, config, sizes)
         return
     checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
+    checkpoint_files.check_same_parent(found.chosen, recipe)
     num_samples = checkpoint_files.order_samples(recipe, found.chosen)
     if stream is not None:
         checkpoint_files.check_same_data(found.chosen, stream.fingerprint(recipe.data.order, num_samples))

@@ -104,47 +104,68 @@ def _put_files(path: Path, url: str, names: list[str], moved: Callback) -> str |
     return fault
 
 
-def fetch(recipe, config: dict, sizes) -> None:
-    """Fetch the checkpoint to resume from, where no local one can be resumed from; on all ranks together.
+def fetch(recipe, config: dict, sizes, fault: str | None) -> Path | None:
+    """Fetch the remote checkpoint to resume from, on all ranks together; None where there is none.
 
-    Raises InputError when the remote ones can't be read, none of them is whole, or they are of another run.
+    Args:
+        fault: why no local one can be resumed from; None where there are none.
+
+    Raises InputError when none is whole, or it is of another run; ConnectionError when they can't be read now.
     """
-    resume = recipe.checkpoint.resume
-    if recipe.checkpoint.upload is None or resume == "none":
-        return
     directory, url = recipe.run_directory / "checkpoints", checkpoint_files.remote_directory(recipe)
-    steps, fault = distributed.broadcast(_wanted_steps(directory, url, resume) if dist.get_rank() == 0 else None)
-    if fault is not None:
-        raise InputError(fault)
-    faults = []
+    steps, error = distributed.broadcast(_candidates(recipe, fault) if dist.get_rank() == 0 else None)
+    if error is not None:
+        raise error
+    faults = [fault] if fault is not None else []
+    if steps:
+        local = fault or f"no checkpoint in {directory}"
+        logger.info("%s; steps in %s: %s", local, url, ", ".join(map(str, reversed(steps))))
     for step in steps:
-        faults = _fetch(directory, url, step)
-        if not faults:
+        damage = _fetch(directory, url, step)
+        if damage is None:
             path = directory / checkpoint_files.tag(step)
             logger.info("fetched %s from %s", path.name, url)
             checkpoint_files.check_compatible(path, recipe, config, sizes)
-            return
-        logger.warning("passing over %s/%s: %s", url, checkpoint_files.tag(step), faults[0])
-    if faults:
-        raise InputError(f"no whole checkpoint in {url}: {faults[0]}; start anew with another name=...")
+            checkpoint_files.check_same_parent(path, recipe)
+            return path
+        logger.warning("passing over %s/%s: %s", url, checkpoint_files.tag(step), damage)
+        faults.append(f"{checkpoint_files.tag(step)}: {damage}")
+    if steps:
+        raise InputError(f"no whole checkpoint in {url}: {'; '.join(faults)}; start anew with another name=...")
+    return None
 
 
-def _wanted_steps(directory: Path, url: str, resume: str) -> tuple[list[int], str | None]:
-    """(steps to try, newest first; why that can't be told). No steps: a local checkpoint will do, or there is none."""
+def _candidates(recipe, fault: str | None) -> tuple[list[int], Exception | None]:
     try:
-        if checkpoint_files.find(directory, resume).chosen is not None:
-            return [], None
-    except InputError:
-        pass  # local ones are there, and none can be used: perhaps a remote one can
-    try:
-        steps = checkpoint_files.remote_steps(url)
-    except InputError as error:
-        return [], str(error)
-    return (steps if resume == "latest" else [step for step in steps if step == int(resume)]), None
+        return checkpoint_files.remote_candidates(recipe, fault), None
+    except (InputError, ConnectionError) as error:
+        return [], error
 
 
-def _fetch(directory: Path, url: str, step: int) -> list[str]:
-    """Fetch one checkpoint, each rank its part, and publish it here; returns what is wrong with it."""
+def abandon(url: str, step: int) -> None:
+    """Rename the manifests of remote checkpoints after `step`, which belong to a branch that is left.
+
+    They can't be fetched any more; their files stay until one of the same step is uploaded.
+    """
+    for later in [other for other in checkpoint_files.remote_steps(url) if other > step]:
+        system, root = checkpoint_files.open_remote(f"{url}/{checkpoint_files.tag(later)}")
+        number = 1
+        while system.exists(aside := f"{root}/manifest.replaced_{number}.json"):
+            number += 1
+        try:
+            system.mv(f"{root}/{checkpoint_files.MANIFEST}", aside)
+        except Exception as error:  # whatever the storage's client raises
+            raise ConnectionError(f"{aside} can't be written: {' '.join(str(error).split())}") from None
+        logger.info(
+            "%s/%s belongs to the abandoned branch; its manifest is now %s", url, root.rpartition("/")[2], aside
+        )
+
+
+def _fetch(directory: Path, url: str, step: int) -> str | None:
+    """Fetch one checkpoint, each rank its part, and publish it here; returns what is wrong with it, None when nothing is.
+
+    Raises ConnectionError when it can't be read now.
+    """
     writing, rank = directory / checkpoint_files.incomplete_tag(step), dist.get_rank()
     if rank == 0:
         shutil.rmtree(writing, ignore_errors=True)
@@ -159,10 +180,15 @@ def _fetch(directory: Path, url: str, step: int) -> list[str]:
             system.get_file(f"{root}/{name}", str(writing / name))
             if checkpoint_files.entry_of(writing / name) != manifest["files"][name]:
                 raise ValueError(f"the content of {name} does not match its checksum")
-    except Exception as error:
+    except (ValueError, TypeError, KeyError, FileNotFoundError) as error:
         fault = " ".join(str(error).split())
+    except Exception as error:  # whatever the storage's client raises: it may be whole
+        fault = ConnectionError(f"{url}/{checkpoint_files.tag(step)} can't be fetched: {' '.join(str(error).split())}")
     faults = [fault for fault in distributed.gather(fault) if fault is not None]
+    for fault in faults:
+        if isinstance(fault, ConnectionError):
+            raise fault
     if rank == 0 and not faults:
         checkpoint_files.publish(directory, step, manifest)
     dist.barrier()
-    return faults
+    return faults[0] if faults else None

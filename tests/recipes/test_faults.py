@@ -116,8 +116,16 @@ def test_copies_on_s3_and_going_on_from_them(tmp_path, whole, s3):
     assert "resumed from" in finished.output and f"global_step{older}; the next step is {older + 1}" in finished.output
     assert sorted(losses(tmp_path / "there")) == list(range(1, 9))
 
+    # Back to step 6: what was copied of the steps behind it is no more gone on from, here and there.
+    finished = launch_run(recipe, *options, "schedule.steps=7", "schedule.decay=constant", "--resume", "6")
+    assert finished.code == 0 and "global_step8 belongs to the abandoned branch" in finished.output, finished.output
+    assert (here / "global_step7.replaced_1").is_dir()
+    names = {Path(path).name for path in s3.find(f"{bucket}/runs/tiny/global_step8")}
+    assert "manifest.replaced_1.json" in names and "manifest.json" not in names
+    assert checkpoint_files.remote_steps(f"s3://{bucket}/runs/tiny")[0] == 7
+
     finished = launch_run(recipe, *options, "--resume", "none")
-    assert finished.code == 2 and "holds checkpoints of an earlier run, up to step 8" in finished.last_line
+    assert finished.code == 2 and "holds checkpoints of an earlier run, up to step 7" in finished.last_line
 
 
 def test_a_step_that_never_ends_is_ended_with_all_stacks(tmp_path):

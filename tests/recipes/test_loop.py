@@ -3,23 +3,27 @@
 import logging
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from recipes.training import checkpoint, distributed, guards, loop, probe, run_directory, upload
-from recipes.training import prepare as prepare_module
+from recipes.training import checkpoint, distributed, guards, loop, parents, probe, run_directory
 from recipes.training.faults import StopSignals
+from recipes.training.prepare import prepare
+from recipes.training.recipe_file import load_recipe
 from recipes.training.step import StepResult
+from tests.conftest import add_checkpoint
 
 
 class FakeSaver:
     """Remembers what is done, in `events`, and makes empty directories."""
 
-    def __init__(self, recipe, events: list):
+    def __init__(self, recipe, events: list, _sizes, _data, _order_samples, parent):
         self.directory, self.events, self.kept = recipe.run_directory / "checkpoints", events, recipe.checkpoint
         self.total = recipe.total_steps
+        events.append(f"parent {parent}")
 
     def save(self, progress):
         (self.directory / f"global_step{progress.step}").mkdir()
@@ -62,7 +66,6 @@ def train(tiny, monkeypatch, caplog):
     monkeypatch.setattr(distributed, "stop_process_group", lambda: None)
     monkeypatch.setattr(probe, "check_checkpoint_directory", lambda *_: None)
     monkeypatch.setattr(run_directory, "start_logging", lambda *_: None)
-    monkeypatch.setattr(upload, "fetch", lambda *_: None)
     monkeypatch.setattr(guards, "ReplicaCheck", lambda _engine: FakeReplicas(events))
     earlier: list = []
 
@@ -78,9 +81,13 @@ def train(tiny, monkeypatch, caplog):
 
     monkeypatch.setattr(checkpoint, "choose", choose)
     monkeypatch.setattr(checkpoint, "resume", resume)
-    monkeypatch.setattr(checkpoint, "Saver", lambda _engine, recipe, *_: FakeSaver(recipe, events))
+    monkeypatch.setattr(checkpoint, "Saver", lambda _engine, recipe, *rest: FakeSaver(recipe, events, *rest))
     for kept in ("close", "beat"):
         monkeypatch.setattr(guards.Watchdog, kept, lambda *_, kept=kept: events.append(f"watchdog {kept}"))
+
+    def prepare_it(*overrides):
+        arguments = loop.parse_arguments("", ["--recipe", str(tiny), "schedule.decay=constant", *overrides])
+        return prepare(arguments, 1, "cpu")
 
     def run(*overrides, losses, left_out=(), stop_at=None, not_applied=()):
         earlier.extend(left_out)
@@ -97,8 +104,7 @@ def train(tiny, monkeypatch, caplog):
             events.append("validate")
             return 1.0, 10
 
-        arguments = loop.parse_arguments("", ["--recipe", str(tiny), "schedule.decay=constant", *overrides])
-        prepared = prepare_module.prepare(arguments, 1, "cpu")
+        prepared = prepare_it(*overrides)
         run_directory.open_run_directory(prepared)
         watch = SimpleNamespace(start=lambda _: None, logs=Path(prepared.recipe.run_directory) / "logs", rank=0)
         caplog.clear()
@@ -106,7 +112,7 @@ def train(tiny, monkeypatch, caplog):
             loop.train(prepared, place, watch, lambda: loop.Method(lambda _: None, train_step, validate))
         return [event for event in events if event.split()[0] in ("save", "check", "resume")], caplog.text
 
-    run.events = events
+    run.events, run.prepare = events, prepare_it
     before = {number: signal.getsignal(number) for number in StopSignals.NUMBERS}
     yield run
     for number, handler in before.items():
@@ -131,9 +137,43 @@ def test_going_back(train):
     assert "going back to global_step3, without samples 32 to 40" in log
 
 
-def test_rollbacks_of_earlier_starts_count(train, tiny, monkeypatch):
-    monkeypatch.setattr(prepare_module, "check_run_directory", lambda *_: None)
-    (tiny.parent / "runs" / "tiny" / "checkpoints" / "global_step3").mkdir(parents=True)
+def add(train, *overrides, step=3, **changes):
+    """A checkpoint that the next start goes on from."""
+    prepared = train.prepare(*overrides)
+    return add_checkpoint(prepared.recipe, prepared.ds_config, prepared.sizes, step, **changes)
+
+
+def test_a_run_with_checkpoints_keeps_the_parent_that_it_has(train, tiny):
+    parent = f"{tiny.parent}/runs/parent@2"
+    add(train, "name=parent", step=2)
+    add(train, parent=parent)
+    _, log = train("--branch_from", parent, losses=[2.0] * 5)
+    assert f"parent {parent}" in train.events and f"begun from {parent}, this run has checkpoints of its own" in log
+
+
+def test_the_recipe_kept_of_a_run_with_a_parent_can_be_started(train, tiny, monkeypatch):
+    """By name or as a parent's: the weights that it began with are not part of it."""
+    add(train, "name=parent", step=2)
+
+    def with_weights(prepared, _rank):
+        model = replace(prepared.recipe.model, init_from="exported")
+        return replace(prepared, recipe=replace(prepared.recipe, model=model))
+
+    monkeypatch.setattr(parents, "with_parent_weights", with_weights)
+    parent = f"{tiny.parent}/runs/parent@2"
+    train("--start_from", parent, losses=[2.0] * 8)
+    kept, _ = load_recipe(tiny.parent / "runs" / "tiny" / "recipe.yaml")
+    assert kept.checkpoint.start_from == parent and f"parent {parent}" in train.events
+
+
+def test_a_requeued_command_without_the_parent_keeps_it_too(train, tiny):
+    add(train, parent="/elsewhere/parent@2")
+    train(losses=[2.0] * 5)
+    assert "parent /elsewhere/parent@2" in train.events
+
+
+def test_rollbacks_of_earlier_starts_count(train):
+    add(train)
     earlier = [[800, 808], [816, 824], [832, 840]]
     with pytest.raises(FloatingPointError, match="step 5: loss 90 is above .* after 1 rollbacks"):
         train(*ROLLBACK, "guards.max_rollbacks=1", losses=[2.0, 90.0], left_out=earlier)
@@ -173,9 +213,10 @@ def test_the_watchdog_is_there_until_the_last_upload(train):
     assert train.events[-3:] == ["watchdog beat", "saver closed", "watchdog close"]
 
 
-def test_an_update_left_out_for_a_spike_is_told_as_that(train):
+def test_an_update_left_out_for_a_spike_is_told_as_that(train, caplog):
     skip = ("guards.spike=skip_step", "guards.spike_window=3", "guards.max_skipped_in_a_row=2")
     with pytest.raises(
         FloatingPointError, match="2 steps in a row had no update, the loss being a spike; the last good"
     ):
         train(*skip, losses=[2.0] * 4 + [90.0] * 2, not_applied=(5, 6))
+    assert "step 6: loss 90 is above" in caplog.text and "the gradients alone" not in caplog.text
