@@ -202,7 +202,10 @@ def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, strea
             checkpoint_files.remote_candidates(recipe, str(error))
         return  # the one that is fetched is checked then
     if found.chosen is None:
-        check_parent(recipe, config, sizes)
+        # Elsewhere a run goes on from its own copies, and its parent may not be there.
+        copies = recipe.checkpoint.upload is not None and checkpoint_files.parent_asked_for(recipe) is not None
+        if not copies or stream is not None and not checkpoint_files.remote_candidates(recipe, None):
+            check_parent(recipe, config, sizes)
         return
     checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
     checkpoint_files.check_same_parent(found.chosen, recipe)

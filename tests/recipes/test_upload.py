@@ -44,8 +44,8 @@ class Run:
             uploader.begin(self.add(step))
             uploader.finish()
 
-    def add(self, step):
-        return add_checkpoint(self.prepared.recipe, self.prepared.ds_config, self.prepared.sizes, step)
+    def add(self, step, **changes):
+        return add_checkpoint(self.prepared.recipe, self.prepared.ds_config, self.prepared.sizes, step, **changes)
 
     def prepare(self, *arguments):
         words = ["--recipe", str(self.tiny), f"checkpoint.upload={URL}", *arguments]
@@ -134,6 +134,26 @@ def test_an_abandoned_branch_is_left_there_too(run):
     uploader.finish()
     upload.abandon(f"{URL}/tiny", 3)
     assert run.system.exists(f"{kept}manifest.replaced_2.json")
+
+
+def test_a_run_goes_on_elsewhere_without_its_parent(run):
+    for step in (3, 6):
+        shutil.rmtree(run.directory / files.tag(step))
+    parent = str(run.directory.parents[1] / "parent")
+    uploader = upload.Uploader(f"{URL}/tiny")
+    uploader.begin(run.add(7, parent=f"{parent}@2"))
+    uploader.finish()
+    shutil.rmtree(run.directory)
+    run.directory.mkdir()
+    assert run.choose("--branch_from", f"{parent}@2") == run.directory / "global_step7"
+    shutil.rmtree(run.directory)
+    run.directory.mkdir()
+    with pytest.raises(InputError, match=f"this run began from {parent}@2, not {parent}@3"):
+        run.choose("--branch_from", f"{parent}@3")
+    run.system.store.clear()
+    shutil.rmtree(run.directory)
+    with pytest.raises(InputError, match="no checkpoint of step 2 in .*parent"):
+        run.prepare("--branch_from", f"{parent}@2")
 
 
 def test_a_storage_out_of_reach_is_no_mistake_and_a_bad_url_is(run, monkeypatch, capsys):
