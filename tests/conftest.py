@@ -171,8 +171,8 @@ def launch(command, *, env=None, when=None, then=None, limit_s: float = 150) -> 
     return Finished(process.returncode, output, time.monotonic() - begin)
 
 
-def launch_run(recipe: Path, *overrides: str, ranks: int = 2, **options) -> Finished:
-    command = [sys.executable, "-m", "launch.run", "--num_accelerators", ranks, "recipes/pretrain.py"]
+def launch_run(recipe: Path, *overrides: str, ranks: int = 2, script: str = "pretrain", **options) -> Finished:
+    command = [sys.executable, "-m", "launch.run", "--num_accelerators", ranks, f"recipes/{script}.py"]
     return launch([*command, "--recipe", recipe, *overrides], **options)
 
 

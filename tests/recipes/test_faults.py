@@ -176,6 +176,26 @@ def test_loss_spikes(tmp_path):
     assert [lines[step]["applied_updates"] for step in (8, 9, 10)] == [8, 9, 9]
 
 
+def test_a_pipeline_stopped_in_a_validation_goes_on_bitwise(tmp_path):
+    """With dropout; one rank alone is told, twice, in the validation after step 4."""
+    pipeline = {"script": "pretrain_pipeline"}
+    recipes = [make_tiny(tmp_path / name) for name in ("whole", "broken")]
+    assert launch_run(recipes[0], "pipeline.stages=2", **pipeline).code == 0
+    told = {**fault("stop", rank=1, step=2), "FAULT_IN": "validate"}
+    stopped = launch_run(recipes[1], "pipeline.stages=2", env=told, **pipeline)
+    assert stopped.code == 0 and "stopped at step 5 of 8 by a signal to another rank" in stopped.output, stopped.output
+    checkpoints = tmp_path / "broken" / "runs" / "tiny" / "checkpoints"
+    assert [path.name for path in checkpoint_files.checkpoints(checkpoints)] == ["global_step3", "global_step5"]
+    finished = launch_run(recipes[1], "pipeline.stages=2", **pipeline)
+    assert finished.code == 0 and "the next step is 6" in finished.output, finished.output
+    whole, broken = losses(tmp_path / "whole"), losses(tmp_path / "broken")
+    assert whole == broken and sorted(whole) == list(range(1, 9))
+    final = [tmp_path / name / "runs" / "tiny" / "checkpoints" / "global_step8" for name in ("whole", "broken")]
+    entries = [checkpoint_files.read_manifest(path)["files"] for path in final]
+    layers = [name for name in entries[0] if name.startswith("layer_")]
+    assert layers and all(entries[0][name] == entries[1][name] for name in [*layers, "random_state_rank_1.pt"])
+
+
 def test_runs_that_begin_where_another_was(tmp_path, whole):
     recipe = make_tiny(tmp_path)
     assert launch_run(recipe, "schedule.steps=3", "schedule.decay=constant").code == 0
