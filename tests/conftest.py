@@ -30,6 +30,24 @@ def random_documents(count: int, vocab_size: int = 64, seed: int = 0) -> list[np
     return [random.randint(0, vocab_size, random.randint(5, 60)) for _ in range(count)]
 
 
+def publish_checkpoint(directory: Path, step: int, **files: bytes) -> Path:
+    """A checkpoint of files NAME.pt."""
+    from recipes.training import checkpoint_files
+
+    path = directory / checkpoint_files.incomplete_tag(step)
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (path / f"{name}.pt").write_bytes(content)
+    counts = ("consumed_samples", "consumed_tokens", "applied_updates", "skipped_steps", "global_batch_size")
+    manifest = {
+        **dict.fromkeys((*counts, "total_steps", "seed", "optimizer_steps", "order_samples"), 8),
+        **{"left_out": [], "parent": None, "loss_scale": None, "model": {}, "data": {"files": "synthetic"}},
+        "layout": {"precision": "fp32", "zero_stage": 1},
+        "files": {name: checkpoint_files.entry_of(path / name) for name in checkpoint_files.files_of(path)},
+    }
+    return checkpoint_files.publish(directory, step, manifest)
+
+
 TINY_RECIPE = {
     "name": "tiny",
     "seed": 7,

@@ -203,7 +203,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         watchdog.beat(progress.step)
 
     watchdog.close()
-    saver.close()
+    saver.close(everything=not stopped)
     loader.close()
     if place.rank == 0:
         metrics.close()
