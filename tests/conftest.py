@@ -30,6 +30,25 @@ def random_documents(count: int, vocab_size: int = 64, seed: int = 0) -> list[np
     return [random.randint(0, vocab_size, random.randint(5, 60)) for _ in range(count)]
 
 
+def publish_checkpoint(directory: Path, step: int, changes: dict | None = None, **files: bytes) -> Path:
+    """A checkpoint of files NAME.pt. `changes`: of its manifest."""
+    from recipes.training import checkpoint_files
+
+    path = directory / checkpoint_files.incomplete_tag(step)
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (path / f"{name}.pt").write_bytes(content)
+    counts = ("consumed_samples", "consumed_tokens", "applied_updates", "skipped_steps", "global_batch_size")
+    manifest = {
+        **dict.fromkeys((*counts, "total_steps", "seed", "optimizer_steps", "order_samples"), 8),
+        **{"left_out": [], "parent": None, "loss_scale": None, "model": {}, "data": {"files": "synthetic"}},
+        "layout": {"precision": "fp32", "zero_stage": 1},
+        "files": {name: checkpoint_files.entry_of(path / name) for name in checkpoint_files.files_of(path)},
+        **(changes or {}),
+    }
+    return checkpoint_files.publish(directory, step, manifest)
+
+
 TINY_RECIPE = {
     "name": "tiny",
     "seed": 7,
@@ -82,26 +101,17 @@ def add_checkpoint(recipe, ds_config: dict, sizes, step: int, **changes) -> Path
     from recipes.training import checkpoint_files, prepare
     from recipes.training.checkpoint import Progress
 
-    directory = recipe.run_directory / "checkpoints"
-    writing = directory / checkpoint_files.incomplete_tag(step)
-    writing.mkdir(parents=True)
-    (writing / "model.pt").write_bytes(b"weights" * step)
     samples = recipe.total_steps * recipe.global_batch_size
     manifest = {
         **Progress(step, step * recipe.global_batch_size).counters(),
         **checkpoint_files.compatibility(recipe),
-        "left_out": [],
-        "parent": None,
         "layout": checkpoint_files.layout(ds_config, sizes),
         "total_steps": recipe.total_steps,
-        "seed": recipe.seed,
-        "optimizer_steps": step,
         "data": prepare.training_stream(recipe).fingerprint(recipe.data.order, samples),
         "order_samples": samples,
-        "files": {"model.pt": checkpoint_files.entry_of(writing / "model.pt")},
         **changes,
     }
-    return checkpoint_files.publish(directory, step, manifest)
+    return publish_checkpoint(recipe.run_directory / "checkpoints", step, manifest, model=b"weights" * step)
 
 
 @pytest.fixture(scope="session")

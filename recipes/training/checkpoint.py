@@ -99,10 +99,12 @@ class Saver:
         self._manifest: dict = {}
         uploads = recipe.checkpoint.upload is not None
         self.uploader = upload.Uploader(checkpoint_files.remote_directory(recipe)) if uploads else None
+        if self.uploader is not None:
+            self.uploader.catch_up(self.directory)
         self._saved_at, self._time_is_up = time.monotonic(), False
         if dist.get_rank() == 0:
-            for path in checkpoint_files.unfinished(self.directory):
-                shutil.rmtree(path)  # left by a run that ended while saving
+            for path, aside in checkpoint_files.remove_unfinished(self.directory):
+                logger.warning("%s is in the way of a checkpoint; moved to %s", path, aside)
 
     def save(self, progress: Progress) -> None:
         """Begin a checkpoint of `progress.step`, once the one before is published."""
@@ -162,15 +164,17 @@ class Saver:
         while self._stage is not None:
             self._next_stage()
 
-    def close(self, beat: Callable[[], None] = lambda: None) -> None:
-        """Wait for everything, the newest checkpoint's upload included, and end a writer's process.
+    def close(self, everything: bool = True, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for the newest checkpoint and its upload, and end a writer's process.
 
-        `beat` is called as long as the upload moves.
+        Args:
+            everything: wait for the uploads too that an earlier start has left.
+            beat: called as long as an upload moves.
         """
         self.finish()
         self.writer.cleanup()
         if self.uploader is not None:
-            self.uploader.finish(beat)
+            self.uploader.finish(everything, beat)
             if dist.get_rank() == 0 and (kept := checkpoint_files.checkpoints(self.directory)):
                 self._retire(kept[-1])  # what an upload still needed
 

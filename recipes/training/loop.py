@@ -216,7 +216,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
             save_due = False
         watchdog.beat(progress.step)
 
-    saver.close(lambda: watchdog.beat(progress.step))
+    saver.close(not stopped, lambda: watchdog.beat(progress.step))
     watchdog.close()
     loader.close()
     if place.rank == 0:

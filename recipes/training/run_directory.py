@@ -29,7 +29,7 @@ logger = logging.getLogger("recipes")
 def open_run_directory(prepared) -> None:
     """Rank 0 makes the directory and locks it; with --resume none an earlier run there is moved aside, whole.
 
-    Raises InputError when another run is at work in it.
+    Raises InputError when another run is at work in it, or it can't be written.
     """
     directory = prepared.recipe.run_directory
     make_directory(directory, "run directory")
@@ -47,7 +47,12 @@ _held: list = []  # open lock files; the locks end with the process
 
 
 def _lock(directory: Path):
-    file = open(directory / ".lock", "a")
+    try:
+        file = open(directory / ".lock", "a")
+    except OSError as error:
+        raise InputError(
+            f"{directory} can't be written: {error.strerror}; make it writable, or use another output_dir"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -124,6 +129,7 @@ def start_logging(directory: Path, rank: int) -> None:
         to_screen.setFormatter(logging.Formatter("%(message)s"))
         to_screen.addFilter(lambda record: record.name == "recipes" or record.levelno >= logging.WARNING)
         handlers.append(to_screen)
+    logging.raiseExceptions = False  # a full disk is told by what must be written, not by every line of a log
     root = logging.getLogger()
     root.handlers = handlers
     root.setLevel(logging.INFO)

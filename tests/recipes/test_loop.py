@@ -41,7 +41,7 @@ class FakeSaver:
     def finish(self):
         pass
 
-    def close(self, beat):
+    def close(self, _everything, beat):
         beat()
         self.events.append("saver closed")
 

@@ -3,7 +3,7 @@ import logging
 
 import pytest
 
-from recipes.training import run_directory
+from recipes.training import loop, run_directory
 from recipes.training.recipe_file import load_recipe
 
 
@@ -28,3 +28,13 @@ def test_the_closing_line_says_how_to_go_on(tiny, caplog, resume, step, unsaved,
     written = json.loads((recipe.run_directory / "state.json").read_text())
     assert (written["state"], written["step"]) == (state, step)
     assert written["cause"] == ("SIGTERM" if state == "stopped" else None)
+
+
+def test_a_run_directory_that_can_not_be_written(tiny, capsys, monkeypatch):
+    """The plain script: one line with the mend, and code 2. As on a read-only disk, the lock can't be opened."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    run = tiny.parent / "runs" / "tiny"
+    (run / ".lock").mkdir(parents=True)
+    assert loop.run("recipes/pretrain.py", "", None, ["--recipe", str(tiny)]) == 2
+    told = capsys.readouterr().err.strip().splitlines()[-1]
+    assert told == f"error: {run} can't be written: Is a directory; make it writable, or use another output_dir"
