@@ -173,7 +173,7 @@ def _odd_ones(hashes: list[int], places: list[tuple[int, str]], step: int) -> st
     ranks = ", ".join(f"rank {rank} on {host}" for rank, host in named)
     return (
         f"replicas differ after step {step}: {ranks} of {len(hashes)} ranks that should hold the same parameters; step {step} is "
-        "not saved, each checkpoint before it was of equal replicas (guards.replica_check_every)"
+        "not saved, the checkpoints of this start before it were of equal replicas (guards.replica_check_every)"
     )
 
 
