@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from data_prep.errors import InputError, run_command
-from launch.hardware import Hardware, check_topology, hardware_of, kind_of
+from launch.hardware import Hardware, hardware_of, kind_of
 from launch.planning.shape import shape_of
 from launch.planning.speed import step_time, work_of
 from launch.run import find_accelerator
@@ -23,6 +23,7 @@ from recipes.training.prepare import Prepared, prepare
 from recipes.training.recipe_file import load_recipe, recipe_parser
 from recipes.training.remarks import remarks
 from recipes.training.settings import REPOSITORY
+from recipes.training.sizes import check_topology
 
 
 def check(arguments, world_size: int | None, accelerator: str | None = None, files: bool = True) -> Prepared:
@@ -35,7 +36,8 @@ def check(arguments, world_size: int | None, accelerator: str | None = None, fil
     prepared = prepare(arguments, world_size, accelerator, files=files)
     hardware = hardware_for(arguments, prepared)
     if prepared.sizes is not None:
-        check_topology(prepared.sizes, hardware, prepared.recipe.deepspeed_config, arguments.allow_cross_node)
+        where = prepared.recipe.deepspeed_config
+        check_topology(prepared.sizes, hardware.devices_per_node, where, arguments.allow_cross_node)
     return prepared
 
 
@@ -102,9 +104,6 @@ def check_parser(description: str, **options):
     """The options of launch.check and of what calls it."""
     parser = recipe_parser(description, **options)
     parser.add_argument("--devices_per_node", type=int, help="in place of the ds_config's _hardware.devices_per_node")
-    parser.add_argument(
-        "--allow_cross_node", action="store_true", help="take tensor and sequence groups that reach over several nodes"
-    )
     return parser
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import yaml
 
 from data_prep.errors import InputError
-from recipes.training.ds_config_kinds import is_kind
-from recipes.training.sizes import Sizes
+from recipes.training.ds_config_kinds import is_kind, wanted
 
 KINDS_FILE = Path(__file__).with_name("gpu_kinds.yaml")
 TIMES = ': "HH:MM:SS", "D-HH:MM:SS", or minutes'  # of sbatch --time
@@ -30,6 +29,8 @@ class Kind:
     fast_gb_s: float
     network_gb_s: float
     host_gb_s: float
+    devices_per_node: int
+    fast_domain: int
     calibration: str
 
     @property
@@ -46,6 +47,7 @@ class Hardware:
         device: a kind in gpu_kinds.yaml.
         devices: ranks in all; devices_per_node of them share a host.
         fast_domain: devices that reach each other by the fast link: those of a node, or of a rack (GB200 NVL72).
+        host_memory_gib: of a node, for what is offloaded; None: not judged.
         time_limit, signal_before_s: of one Slurm job, and how long before its end the ranks are told to save.
     """
 
@@ -53,6 +55,7 @@ class Hardware:
     devices: int = 1
     devices_per_node: int = 8
     fast_domain: int | None = None
+    host_memory_gib: int | None = None
     time_limit: str = "24:00:00"
     signal_before_s: int = 600
     note: str = ""
@@ -60,6 +63,11 @@ class Hardware:
     @property
     def nodes(self) -> int:
         return -(-self.devices // self.devices_per_node)
+
+    @property
+    def per_node(self) -> int:
+        """Ranks on one host."""
+        return min(self.devices, self.devices_per_node)
 
     @property
     def accelerator(self) -> str:
@@ -121,9 +129,9 @@ def _kind(name: str, values) -> Kind:
             close = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
             raise InputError(f"{KINDS_FILE}: {name}: {key}: unknown key; {hint}")
-        if not (isinstance(values[key], str) if known[key] == "str" else is_kind(values[key], "factor")):
-            right = "text" if known[key] == "str" else "a positive number"
-            raise InputError(f"{KINDS_FILE}: {name}: {key}: {values[key]!r} must be {right}")
+        kind = {"str": "text", "int": "positive", "float": "factor"}[known[key]]
+        if not is_kind(values[key], kind):
+            raise InputError(f"{KINDS_FILE}: {name}: {key}: {values[key]!r} must be {wanted(kind)}")
     return Kind(name, **values)
 
 
@@ -141,17 +149,3 @@ def kind_of(name: str) -> Kind:
         )
         raise InputError(f"GPU kind {name!r} is {'not unique' if found else 'unknown'}; {hint}")
     return found[0]
-
-
-def check_topology(sizes: Sizes, hardware: Hardware, where: str, allow_cross_node: bool = False) -> None:
-    """Refuse tensor and sequence groups across nodes: they wait for each other in every layer.
-
-    Ranks of such a group are neighbours: pipeline stages lie furthest apart, then data-parallel ranks.
-    """
-    node = hardware.devices_per_node
-    for name, size in (("tensor", sizes.tensor), ("sequence", sizes.sequence)):
-        if sizes.world > node and node % size and not allow_cross_node:
-            raise InputError(
-                f"{where}: {name} parallel size {size} does not divide the {node} devices of a node: groups would cross nodes "
-                "and wait for the network in every layer; use a divisor, or --allow_cross_node"
-            )

@@ -16,15 +16,26 @@ from pathlib import Path
 from data_prep.errors import InputError, run_command
 from data_prep.files import write_text
 from launch.check import all_remarks, check, check_parser, hardware_for, take_recipe
-from launch.hardware import Hardware, Kind, check_topology, kind_of
-from launch.planning.memory import FRAGMENTATION, FRAMEWORK_GIB, GIB, Memory, fullest_rank
+from launch.hardware import Hardware, Kind, kind_of
+from launch.planning.memory import (
+    FRAGMENTATION,
+    FRAMEWORK_GIB,
+    GIB,
+    HostMemory,
+    Memory,
+    fits_host,
+    fullest_rank,
+    host_memory,
+)
+from launch.planning.search import Candidate, search
 from launch.planning.shape import shape_of
 from launch.planning.speed import StepTime, calibration, step_time, work_of
 from recipes import models
 from recipes.training import checkpoint_files, ds_config
 from recipes.training.ds_config import precision, zero_stage
 from recipes.training.prepare import Prepared
-from recipes.training.sizes import MICRO, Sizes, resolve_sizes
+from recipes.training.settings import Recipe
+from recipes.training.sizes import MICRO, Sizes, check_topology, divisors, resolve_sizes
 
 STORAGE_GB_S = 2.0  # that one node writes to shared storage
 MISFIT = 3  # exit code of --require_fit
@@ -43,11 +54,16 @@ class Plan:
     hardware: Hardware
     memory: Memory
     stage: int
+    host: HostMemory
     time: StepTime
 
     @property
-    def fits(self) -> bool:
+    def fits_device(self) -> bool:
         return self.memory.device <= self.kind.memory_gib * GIB
+
+    @property
+    def fits(self) -> bool:
+        return self.fits_device and fits_host(self.host, self.hardware)
 
     @property
     def tokens_per_s(self) -> float:
@@ -90,7 +106,8 @@ def make_plan(prepared: Prepared, sizes: Sizes, kind: Kind, hardware: Hardware) 
     shape = shape_of(recipe.model, precision(config))
     memory, stage = fullest_rank(recipe, config, sizes, shape)
     time = step_time(work_of(recipe, config, sizes, shape), kind, hardware)
-    return Plan(prepared, sizes, kind, hardware, memory, stage, time)
+    host = host_memory(recipe, config, sizes, shape, hardware.per_node)
+    return Plan(prepared, sizes, kind, hardware, memory, stage, host, time)
 
 
 def sizes_for(prepared: Prepared, devices: int) -> Sizes:
@@ -98,11 +115,11 @@ def sizes_for(prepared: Prepared, devices: int) -> Sizes:
     return resolve_sizes(recipe.global_batch_size, config, devices, **ds_config.parallel_sizes(config, recipe.pipeline))
 
 
-def usable_devices(prepared: Prepared, devices: int) -> str:
-    """Which numbers of devices near `devices` the layout and the batch can use."""
+def usable_devices(prepared: Prepared) -> list[int]:
+    """Every number of devices that the layout and the batch can use, ascending; none where the batch sizes don't go together."""
     recipe, config = prepared.recipe, prepared.ds_config
     parallel = ds_config.parallel_sizes(config, recipe.pipeline)
-    unit = parallel["tensor"] * parallel["pipeline"] * parallel["sequence"] * parallel["expert"]
+    model_ranks = parallel["tensor"] * parallel["pipeline"] * parallel["sequence"]
 
     def works(number: int) -> bool:
         try:
@@ -111,11 +128,15 @@ def usable_devices(prepared: Prepared, devices: int) -> str:
         except InputError:
             return False
 
-    most = unit * recipe.global_batch_size
-    below = next((n for n in range(devices // unit * unit, 0, -unit) if works(n)), None)
-    above = next((n for n in range((devices // unit + 1) * unit, most + 1, unit) if works(n)), None)
-    usable = " or ".join(str(number) for number in (below, above) if number)
-    return f"it can use {usable}, a multiple of {unit}" if unit > 1 else f"it can use {usable}"
+    return [number for data in divisors(recipe.global_batch_size) if works(number := model_ranks * data)]
+
+
+def nearest(usable: list[int], devices: int, prepared: Prepared) -> str:
+    parallel = ds_config.parallel_sizes(prepared.ds_config, prepared.recipe.pipeline)
+    unit = parallel["tensor"] * parallel["pipeline"] * parallel["sequence"] * parallel["expert"]
+    below, above = [n for n in usable if n < devices], [n for n in usable if n > devices]
+    said = " or ".join(str(number) for number in (*below[-1:], *above[:1]))
+    return f"it can use {said}, a multiple of {unit}" if unit > 1 else f"it can use {said}"
 
 
 def easier(plan: Plan):
@@ -158,8 +179,13 @@ def _overrides(changes: dict[str, object]) -> list[str]:
 
 def verdict(plan: Plan, arguments) -> str:
     need, have = plan.memory.device / GIB, plan.kind.memory_gib
+    node, node_has = plan.host.offloaded / GIB, plan.hardware.host_memory_gib
     if plan.fits:
-        return f"fits: {need:.1f} of {have:.1f} GiB"
+        host = f"; {node:.1f} of {node_has} GiB of a node's host" if node and node_has else ""
+        return f"fits: {need:.1f} of {have:.1f} GiB{host}"
+    if plan.fits_device:
+        said = f"{node:.1f} GiB of host memory a node for what is offloaded, of {node_has} GiB"
+        return f"does not fit: {said}; what would: more nodes, a larger host, or no offload on larger GPUs"
     changes = changes_that_fit(plan, arguments)
     mend = (
         " ".join(changes) if changes else f"more GPUs, more stages, or `--search` on more than {plan.hardware.devices}"
@@ -189,6 +215,12 @@ def as_dict(plan: Plan) -> dict:
         "memory_bytes": {**asdict(plan.memory), "device": plan.memory.device},
         "memory_available_bytes": int(plan.kind.memory_gib * GIB),
         "fullest_stage": plan.stage,
+        "host_bytes_per_node": {
+            **plan.host.states,
+            "offloaded": plan.host.offloaded,
+            "checkpoint_copies": plan.host.copies,
+        },
+        "host_memory_available_bytes": plan.hardware.host_memory_gib and plan.hardware.host_memory_gib * GIB,
         "step_s": {key: value for key, value in asdict(plan.time).items() if key != "bytes_sent"}
         | {"total": plan.time.total},
         "bytes_sent_per_step": plan.time.bytes_sent,
@@ -237,7 +269,7 @@ def table(plan: Plan) -> str:
     for key, value in asdict(memory).items():
         if value:
             lines.append(f"  {said.get(key, key):<52}{value / GIB:8.2f}")
-    lines += ["", f"step             {time.total:8.3f} s, {sizes.accumulation} micro batches"]
+    lines += ["", *host_lines(plan), "", f"step             {time.total:8.3f} s, {sizes.accumulation} micro batches"]
     told = {
         "compute": "computation",
         "data": "ZeRO's communication that computation does not hide",
@@ -259,13 +291,58 @@ def table(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def run_search(prepared: Prepared, kind: Kind, hardware: Hardware, output: Path | None) -> None:
-    from launch.planning.search import search
+def host_lines(plan: Plan) -> list[str]:
+    """Host memory of the node that has most: what is offloaded, and a checkpoint's copies."""
+    host, have = plan.host, plan.hardware.host_memory_gib
+    if not host.offloaded:
+        of = "nothing is offloaded"
+    elif have is None:
+        of = "not judged: the ds_config states no _hardware.host_memory_gib for these hosts"
+    else:
+        of = f"of {have} are offloaded"
+    lines = [f"host, a node     {host.offloaded / GIB:8.2f} GiB {of}"]
+    said = {
+        "optimizer": "optimizer states",
+        "master": "fp32 master weights",
+        "gradients": "gradients",
+        "buffers": "low-precision buffers",
+    }
+    lines += [f"  {said.get(part, part):<52}{size / GIB:8.2f}" for part, size in host.states.items() if size]
+    if host.copies:
+        waits = have is not None and host.copies > (have * GIB - host.offloaded) / 2
+        line = "beside them, a checkpoint's copies" if host.offloaded else "a checkpoint's copies"
+        why = "  more than half of what is left: training waits for a save" if waits else ""
+        lines.append(f"  {line:<52}{host.copies / GIB:8.2f}{why}")
+    return lines
 
-    recipe, config = prepared.recipe, prepared.ds_config
-    found = search(recipe, config, shape_of(recipe.model, precision(config)), kind, hardware)
+
+def run_search(prepared: Prepared, kind: Kind, hardware: Hardware, arguments) -> int:
+    recipe, config, output = prepared.recipe, prepared.ds_config, arguments.write
+    shape = shape_of(recipe.model, precision(config))
+    found = search(recipe, config, shape, kind, hardware, arguments.allow_cross_node)
     if not found:
-        raise InputError(f"no layout of {recipe.name} fits {hardware.devices} x {kind.name}; try more GPUs, or offload")
+        line = f"no layout of {recipe.name} fits {hardware.devices} x {kind.name}; try more GPUs, or offload"
+        if not arguments.require_fit:
+            raise InputError(line)
+        print(misfit(recipe, line, arguments.json))
+        return MISFIT
+    if output is not None:
+        write_layout(output, found[0], kind, hardware)
+    if arguments.json:
+        layouts = [
+            {
+                "layout": candidate.sizes.as_dict(),
+                "zero_stage": zero_stage(candidate.config),
+                "overrides": _overrides(candidate.overrides),
+                "memory_bytes": candidate.memory.device,
+                "step_s": candidate.time.total,
+                "tokens_per_s": candidate.tokens_per_s,
+            }
+            for candidate in found
+        ]
+        about = {"recipe": recipe.name, "gpu": kind.name, "gpus": hardware.devices}
+        print(json.dumps({**about, "layouts": layouts}, indent=2))
+        return 0
     print(f"{len(found)} layouts fit {hardware.devices} x {kind.name}; the fastest:")
     for candidate in found[:SHOWN]:
         sizes = candidate.sizes
@@ -276,15 +353,24 @@ def run_search(prepared: Prepared, kind: Kind, hardware: Hardware, output: Path 
             f"{zero_stage(candidate.config)} {layout} micro={sizes.micro_batch} {recompute}"
         )
     if output is not None:
-        best = found[0]
-        note = {**config.get("_hardware", {}), "device": kind.name, "devices": hardware.devices}
-        note |= {"devices_per_node": hardware.devices_per_node, "fast_domain": hardware.near}
-        write_text(
-            output,
-            json.dumps({"_hardware": note, **{k: v for k, v in best.config.items() if k != "_hardware"}}, indent=2)
-            + "\n",
-        )
-        print(f"{output}: the first; run it with {' '.join(_overrides(best.overrides))}")
+        print(f"{output}: the first; take it with --deepspeed_config {output}")
+    return 0
+
+
+def write_layout(output: Path, best: Candidate, kind: Kind, hardware: Hardware) -> None:
+    """The ds_config of `best`: its `_hardware` what was searched for, its `_recipe` what the recipe says otherwise."""
+    note = {**best.config.get("_hardware", {}), "device": kind.name, "devices": hardware.devices}
+    note |= {"devices_per_node": hardware.devices_per_node, "fast_domain": hardware.near}
+    note["host_memory_gib"] = hardware.host_memory_gib
+    note = {key: value for key, value in note.items() if value is not None}
+    notes = {"_hardware": note, "_recipe": [*best.config.get("_recipe", []), *_overrides(best.overrides)]}
+    write_text(
+        output, json.dumps({**notes, **{k: v for k, v in best.config.items() if k not in notes}}, indent=2) + "\n"
+    )
+
+
+def misfit(recipe: Recipe, line: str, as_json: bool) -> str:
+    return json.dumps({"recipe": recipe.name, "fits": False, "verdict": line}) if as_json else line
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -308,25 +394,34 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     if arguments.write is not None and not arguments.search:
         raise InputError("--write goes with --search")
+    if arguments.pipeline_chart is not None and arguments.search:
+        raise InputError("--pipeline_chart draws one layout, not those of --search: leave one of the two out")
     take_recipe(arguments, usage)
     prepared = check(arguments, None, files=False)
     hardware = hardware_for(arguments, prepared)
+    kind = kind_of(hardware.device if arguments.gpu is None else arguments.gpu)
+    if kind != kind_of(hardware.device):  # other machines than the ds_config's
+        node = arguments.devices_per_node or kind.devices_per_node
+        beyond = kind.fast_domain if kind.fast_domain > kind.devices_per_node else None
+        hardware = Hardware(kind.name, hardware.devices, node, beyond)
     for key, value in (("devices", arguments.gpus), ("fast_domain", arguments.fast_domain)):
         if value is not None:
             if value < 1:
                 raise InputError(f"--{'gpus' if key == 'devices' else key} {value} must be positive")
             hardware = replace(hardware, **{key: value})
-    kind = kind_of(arguments.gpu or hardware.device)
     if arguments.search:
-        run_search(prepared, kind, hardware, arguments.write)
-        return 0
+        return run_search(prepared, kind, hardware, arguments)
     try:
         sizes = sizes_for(prepared, hardware.devices)
     except InputError as error:
-        line = f"does not fit: {hardware.devices} GPUs can't be used: {error}; {usable_devices(prepared, hardware.devices)}"
-        print(json.dumps({"recipe": prepared.recipe.name, "fits": False, "verdict": line}) if arguments.json else line)
+        if not (usable := usable_devices(prepared)):
+            raise
+        near = nearest(usable, hardware.devices, prepared)
+        line = f"does not fit: {hardware.devices} GPUs can't be used: {error}; {near}"
+        print(misfit(prepared.recipe, line, arguments.json))
         return MISFIT if arguments.require_fit else 0
-    check_topology(sizes, hardware, prepared.recipe.deepspeed_config, arguments.allow_cross_node)
+    where = prepared.recipe.deepspeed_config
+    check_topology(sizes, hardware.devices_per_node, where, arguments.allow_cross_node)
     prepared = replace(prepared, sizes=sizes)
     plan = make_plan(prepared, sizes, kind, hardware)
     if arguments.pipeline_chart is not None:
@@ -339,11 +434,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps({**as_dict(plan), "verdict": verdict(plan, arguments)}, indent=2))
     else:
-        print(
-            "\n".join(
-                [table(plan), verdict(plan, arguments), *all_remarks(prepared, replace(hardware, device=kind.name))]
-            )
-        )
+        print("\n".join([table(plan), verdict(plan, arguments), *all_remarks(prepared, hardware)]))
     return MISFIT if arguments.require_fit and not plan.fits else 0
 
 

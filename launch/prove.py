@@ -242,6 +242,9 @@ def main(argv: list[str] | None = None) -> int:
                 continue
             results = run_cases(cases, ranks, arguments.device, folder)
             for case in cases:
+                error = results[case["name"]].get("error", "")
+                if error.startswith(f"{InputError.__name__}: "):
+                    raise InputError(f"{case['name']}: {error.removeprefix(f'{InputError.__name__}: ')}")
                 difference = first_difference(results[case["name"]], plain, TOLERANCE[arguments.dtype])
                 print(
                     f"{ranks} rank{'s' if ranks > 1 else ' '}  {case['name']:<32} {difference or 'equal'}", flush=True

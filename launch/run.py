@@ -23,6 +23,7 @@ import psutil
 
 from data_prep.errors import InputError, run_command
 from data_prep.files import read_json
+from launch.hosts import devices_per_node, read_host_file
 from recipes.training import faults
 from recipes.training.distributed import free_port
 from recipes.training.prepare import prepare
@@ -75,8 +76,17 @@ def split_command(argv: list[str]) -> tuple[dict[str, str], list[str], str, list
     return options, argv[:position], argv[position], argv[position + 1 :]
 
 
+def hosts_of(options: dict[str, str]) -> dict[str, int] | None:
+    """{host: slots} where the launcher takes all of a host file; None without one, or with a filter on it."""
+    path = options.get("-H", options.get("--hostfile"))
+    filters = ("-i", "--include", "-e", "--exclude", "--num_nodes", "--num_gpus", "--num_accelerators")
+    return None if path is None or any(name in options for name in filters) else read_host_file(path)
+
+
 def world_size_of(options: dict[str, str]) -> int | None:
-    """Ranks that the launcher will start; None where that takes a host file or a filter."""
+    """Ranks that the launcher will start; None where that takes a filter on hosts."""
+    if (hosts := hosts_of(options)) is not None:
+        return sum(hosts.values())
     if any(name in options for name in ("-H", "--hostfile", "-i", "--include", "-e", "--exclude", "--num_nodes")):
         return None
     count = options.get("--num_accelerators", options.get("--num_gpus"))
@@ -93,9 +103,9 @@ def world_size_of(options: dict[str, str]) -> int | None:
 def check_launcher(options: dict[str, str]) -> int:
     """Refuse what would fail after the launch; returns the port to use, a free one where none is asked for."""
     for name in ("-H", "--hostfile"):
-        # deepspeed falls back to this machine alone, with a warning
-        if name in options and not Path(options[name]).is_file():
-            raise InputError(f"{name} {options[name]} does not exist")
+        # deepspeed falls back to this machine alone, with a warning, where there is no file
+        if name in options:
+            read_host_file(options[name])
     port = options.get("--master_port")
     if port is None:
         return free_port()
@@ -156,8 +166,10 @@ def check_script(
         return None
     from recipes.training.loop import parse_arguments
 
-    parsed = parse_arguments("", arguments)
-    prepared = prepare(parsed, world_size_of(options), accelerator, content=content, script=f"recipes/{name}.py")
+    parsed, hosts = parse_arguments("", arguments), hosts_of(options)
+    node = None if hosts is None else devices_per_node(hosts)
+    world_size, script = world_size_of(options), f"recipes/{name}.py"
+    prepared = prepare(parsed, world_size, accelerator, content=content, script=script, devices_per_node=node)
     check_unlocked(prepared.recipe.run_directory)
     if tell:
         print("".join(f"{line}\n" for line in remarks(prepared.recipe, prepared.ds_config, prepared.sizes)), end="")

@@ -17,6 +17,7 @@ from pathlib import Path
 from data_prep.errors import InputError, run_command
 from launch.check import all_remarks, check, check_parser, describe, hardware_for, take_recipe
 from launch.hardware import Hardware
+from launch.hosts import read_host_file
 from recipes.training.prepare import Prepared
 from recipes.training.settings import REPOSITORY
 
@@ -27,8 +28,10 @@ def training_command(arguments, prepared: Prepared) -> list[str]:
     """The entry script and its arguments."""
     script = str(REPOSITORY / prepared.recipe.entry_script)
     recipe = ["--recipe", str(arguments.recipe), "--deepspeed_config", prepared.recipe.deepspeed_config]
-    resume = [] if arguments.resume is None else ["--resume", arguments.resume]
-    return [script, *recipe, *resume, *arguments.overrides]
+    given = ((f"--{key}", getattr(arguments, key)) for key in ("resume", "start_from", "branch_from"))
+    begin = [word for key, value in given if value is not None for word in (key, value)]
+    crossing = ["--allow_cross_node"] if arguments.allow_cross_node else []
+    return [script, *recipe, *begin, *crossing, *arguments.overrides]
 
 
 def local(hardware: Hardware, training: list[str]) -> list[str]:
@@ -43,12 +46,12 @@ def local(hardware: Hardware, training: list[str]) -> list[str]:
 
 def slurm(hardware: Hardware, training: list[str], name: str) -> list[str]:
     """An sbatch command whose job runs one task a device; Slurm sends USR1 to the tasks before the time is up."""
-    per_node = min(hardware.devices, hardware.devices_per_node)
+    per_node = hardware.per_node
     options = {
         "job-name": name,
         "nodes": hardware.nodes,
         "ntasks-per-node": per_node,
-        "gpus-per-node": per_node,
+        **({} if hardware.accelerator == "cpu" else {"gpus-per-node": per_node}),
         "time": hardware.time_limit,
         "signal": f"USR1@{hardware.signal_before_s}",
         "output": f"{name}-%j.log",
@@ -60,8 +63,14 @@ def slurm(hardware: Hardware, training: list[str], name: str) -> list[str]:
 
 
 def hostfile(hardware: Hardware, training: list[str], file: Path, dry_run: bool) -> list[str]:
-    if not dry_run and not file.is_file():
-        raise InputError(f"--hostfile {file} does not exist; one line a host: NAME slots={hardware.devices_per_node}")
+    if file.exists() or not dry_run:
+        slots = read_host_file(file)
+        total = sum(slots.values())
+        if total != hardware.devices:
+            raise InputError(
+                f"--hostfile {file} has {total} slots on {len(slots)} hosts, this run is for {hardware.devices} devices: "
+                f"{'add' if total < hardware.devices else 'take out'} hosts, or pass --devices {total}"
+            )
     return [sys.executable, "-P", "-m", "launch.run", "--hostfile", str(file), *training]
 
 

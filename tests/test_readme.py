@@ -47,6 +47,10 @@ def test_every_size_fits_with_room_and_is_planned_as_the_table_says(capsys):
     }
     shipped = check.shipped()
     assert set(lines) == {path.stem for _, path in shipped}
+    evidence = {name: line.strip("| ").rpartition("|")[2].strip() for name, line in lines.items()}
+    assert set(evidence.values()) <= {"trained", "stepped", "parity", "planned"}
+    proven = (REPOSITORY / "docs" / "model_sizes.md").read_text().partition("## Evidence")[2].partition("\n## ")[0]
+    assert all(f"`{name}`" in proven for name, kind in evidence.items() if kind == "parity")
     for name, path in shipped:
         plan.main([name, "--deepspeed_config", str(path), "--json"])
         values, line = json.loads(capsys.readouterr().out), lines[path.stem]

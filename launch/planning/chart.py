@@ -6,16 +6,18 @@ have, are written from their papers (arXiv:1811.06965, arXiv:2104.04473) to comp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import itertools
 from pathlib import Path
+from typing import NamedTuple
 
 from data_prep.errors import InputError
 
 CHUNKS = 2  # pieces of the model on each rank in interleaved 1F1B; DualPipeV has two by nature
+MOST_BOXES = 100_000  # of a picture: some seconds to draw
+BOXES = 12  # a stage and micro batch in all schedules together
 
 
-@dataclass(frozen=True)
-class Pass:
+class Pass(NamedTuple):
     """One forward or backward of one micro batch through one stage."""
 
     forward: bool
@@ -138,6 +140,12 @@ def draw(stages: int, micro_batches: int, path: Path) -> dict[str, float]:
 
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise InputError(f"--pipeline_chart {path}: the picture is a .png, .svg or .pdf file")
+    most = MOST_BOXES // (BOXES * stages)
+    if micro_batches > most:
+        raise InputError(
+            f"--pipeline_chart: {micro_batches} micro batches in {stages} stages are {BOXES * stages * micro_batches:,} boxes, too "
+            f"many to see or draw; at most {most} micro batches: a smaller global_batch_size, or more data-parallel GPUs"
+        )
     made = schedules(stages, micro_batches)
     end = max(begin for begun, _ in made.values() for passes in begun for _, begin in passes)
     size = (min(4 + end / 4, 40), len(made) * (0.6 + 0.35 * stages))
@@ -146,11 +154,13 @@ def draw(stages: int, micro_batches: int, path: Path) -> dict[str, float]:
     for (name, (begun, pieces)), axis in zip(made.items(), axes[:, 0], strict=True):
         shares[name] = idle_share(begun, pieces)
         for rank, passes in enumerate(begun):
-            for one, begin in passes:
-                color = pyplot.cm.tab10(0 if one.forward else 1, alpha=1 if one.stage < stages else 0.6)
-                axis.barh(
-                    rank, (1 if one.forward else 2) / pieces, left=begin, color=color, edgecolor="white", linewidth=0.3
-                )
+            for forward, later in itertools.product((True, False), repeat=2):
+                length = (1 if forward else 2) / pieces
+                boxes = [
+                    (begin, length) for one, begin in passes if (one.forward, one.stage >= stages) == (forward, later)
+                ]
+                color = pyplot.cm.tab10(0 if forward else 1, alpha=0.6 if later else 1)
+                axis.broken_barh(boxes, (rank - 0.4, 0.8), color=color, edgecolor="white", linewidth=0.3)
         axis.set_title(f"{name}: {shares[name]:.1%} idle", loc="left", fontsize=9)
         axis.set_ylabel("stage")
         axis.set_yticks(range(stages))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from launch.planning.shape import BYTES, Layer, Shape, on_rank, stages_of
-from recipes.training.ds_config import optimizer_states, precision, zero_stage
+from recipes.training.ds_config import optimizer_states, precision, selects_own_engine, zero_stage
 
 GIB = 2**30
 FRAMEWORK_GIB = 2.0  # CUDA context, libraries, NCCL's own buffers
@@ -136,25 +136,95 @@ def model_states(config: dict, sizes, mine: list[Layer]) -> dict:
     else:
         gradients, master = part(max(sums, size) if stage == 1 else sums, stage > 1), part(4, True)
     optimizer = part(4 * moments, stage > 0)
-    host = 0
-    if _offloads(zero, "offload_optimizer"):
-        host += master + optimizer + part(4, True)
+    host = {}
+    if where := _offloads(zero, "offload_optimizer"):
+        # ZeRO-3 adds gradients up beside those that the optimizer is given. The others keep a low-precision buffer of the
+        # new weights; ZeRO-2 adds gradients up on the device where it does so in fp32 for bf16, else in another buffer.
+        host[where] = {"optimizer": optimizer, "master": master, "gradients": part(4 + sums * (stage == 3), True)}
+        buffers, on_device = size * (stage < 3), stage < 2 or stage == 2 and sums > size
+        if stage == 2 and not on_device and sizes.accumulation > 1:
+            buffers += size
+        host[where]["buffers"] = part(buffers, True)
         master, optimizer = 0, 0
-        gradients = 0 if stage > 1 else gradients
-    if _offloads(zero, "offload_param"):
-        host, weights = host + weights, 0
+        gradients = gradients if on_device else 0
+    if where := _offloads(zero, "offload_param"):
+        host[where] = {**host.get(where, {}), "weights": weights}
+        weights = 0
+    host = host.get("cpu", {})
     return {
         "weights": weights,
         "gradients": gradients,
         "master": master,
         "optimizer": optimizer,
-        "host": host,
+        "host": sum(host.values()),
+        "host_parts": host,
         "kind": kind,
     }
 
 
-def _offloads(zero: dict, key: str) -> bool:
-    return zero.get(key, {}).get("device", "none") != "none"
+def _offloads(zero: dict, key: str) -> str | None:
+    """Where to: "cpu" or "nvme"."""
+    device = zero.get(key, {}).get("device", "none")
+    return None if device == "none" else device
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes on the node that has most.
+
+    Attributes:
+        states: what is offloaded, by part; NVMe's buffers are not counted.
+        copies: what a checkpoint is written from in the background. Where they don't fit, training waits for the save.
+    """
+
+    states: dict[str, int]
+    copies: int
+
+    @property
+    def offloaded(self) -> int:
+        return sum(self.states.values())
+
+
+def host_memory(recipe, config: dict, sizes, shape: Shape, ranks: int) -> HostMemory:
+    """Host memory of `ranks` ranks, which share a node."""
+    cut = stages_of(shape, sizes.pipeline, recipe.pipeline.partition)
+    stages = [[on_rank(layer, sizes) for layer in layers] for layers in cut]
+    states = max((model_states(config, sizes, mine) for mine in stages), key=lambda found: found["host"])["host_parts"]
+    copies = 0
+    if recipe.checkpoint.asynchronous and not selects_own_engine(config):
+        copies = max(checkpoint_copies(config, sizes, mine, ranks) for mine in stages)
+        if recipe.checkpoint.host_memory_gib is not None:
+            copies = min(copies, ranks * int(recipe.checkpoint.host_memory_gib * GIB))
+    return HostMemory({part: size * ranks for part, size in states.items()}, copies)
+
+
+def fits_host(host: HostMemory, hardware) -> bool:
+    """Whether what is offloaded fits the node; where its memory is not stated, it is not judged."""
+    return hardware.host_memory_gib is None or host.offloaded <= hardware.host_memory_gib * GIB
+
+
+def checkpoint_copies(config: dict, sizes, mine: list[Layer], ranks: int) -> int:
+    """Bytes of the copies of a checkpoint's files on the node whose ranks write the weights.
+
+    Each rank writes its part of master weights and moments, in ZeRO-3 of the weights too; else the first data-parallel
+    rank of each model part does. torch rounds a file's pinned memory up to a power of two.
+    """
+    size, stage = BYTES[precision(config)], zero_stage(config)
+    kept = 4 * optimizer_states(config) + (0 if stage == 0 and size == 4 else 4)
+    experts = sum(layer.experts for layer in mine)
+    dense = sum(layer.parameters for layer in mine) - experts
+    spread = sizes.data * sizes.sequence
+    own = dense // spread + experts * sizes.expert // spread
+    if stage == 3:
+        return ranks * (_pinned(kept * own) + _pinned(size * own))
+    whole = size + (kept if stage == 0 else 0)
+    files = ranks * _pinned(kept * own) if stage else 0
+    files += min(ranks, sizes.tensor) * _pinned(whole * dense)
+    return files + min(ranks, sizes.tensor * sizes.expert) * whole * experts
+
+
+def _pinned(size: int) -> int:
+    return 1 << (size - 1).bit_length() if size else 0
 
 
 def activations(recipe, sizes, shape: Shape, mine: list[Layer], low: str) -> tuple[int, int, int]:

@@ -6,15 +6,16 @@ import copy
 from dataclasses import dataclass, replace
 
 from data_prep.errors import InputError
-from launch.hardware import Hardware, Kind, check_topology
-from launch.planning.memory import GIB, Memory, fullest_rank
+from launch.hardware import Hardware, Kind
+from launch.planning.memory import GIB, Memory, fits_host, fullest_rank, host_memory
 from launch.planning.shape import Shape
 from launch.planning.speed import StepTime, step_time, work_of
 from recipes.training import ds_config, ds_config_rules
 from recipes.training.settings import PipelineSettings
-from recipes.training.sizes import MICRO, Sizes, resolve_sizes
+from recipes.training.sizes import MICRO, Sizes, check_topology, divisors, resolve_sizes
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
+TENSOR_SIZES = (1, 2, 4, 8, 16)  # beyond a node's only where groups may cross nodes
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Candidate:
     tokens_per_s: float
 
 
-def search(recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware) -> list[Candidate]:
+def search(
+    recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware, allow_cross_node: bool = False
+) -> list[Candidate]:
     """Candidates that fit, fastest first."""
     found = []
     for changed, variant, overrides in _variants(recipe, config, shape, hardware):
@@ -42,11 +45,13 @@ def search(recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware) -
             ds_config_rules.check_layout(changed, variant, "", kind.accelerator)
             parallel = ds_config.parallel_sizes(variant, changed.pipeline)
             sizes = resolve_sizes(changed.global_batch_size, variant, hardware.devices, **parallel)
-            check_topology(sizes, hardware, "")
+            check_topology(sizes, hardware.devices_per_node, "", allow_cross_node)
         except InputError:
             continue
         memory, _ = fullest_rank(changed, variant, sizes, shape)
         if memory.device > kind.memory_gib * GIB:
+            continue
+        if not fits_host(host_memory(changed, variant, sizes, shape, hardware.per_node), hardware):
             continue
         work = work_of(changed, variant, sizes, shape)
         time = step_time(work, kind, hardware)
@@ -54,16 +59,12 @@ def search(recipe, config: dict, shape: Shape, kind: Kind, hardware: Hardware) -
     return sorted(found, key=lambda candidate: -candidate.tokens_per_s)
 
 
-def _divisors(number: int, most: int) -> list[int]:
-    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
-
-
 def _variants(recipe, config: dict, shape: Shape, hardware: Hardware):
     """(recipe, ds_config, the recipe's overrides) of every combination that is worth a check."""
-    devices, node = hardware.devices, min(hardware.devices, hardware.devices_per_node)
-    tensors = [size for size in (1, 2, 4, 8) if size <= node]
-    stages = [size for size in _divisors(devices, recipe.model.num_hidden_layers)]
-    experts = [size for size in _divisors(devices, shape.num_experts)] if shape.num_experts else [1]
+    sizes = divisors(hardware.devices)
+    tensors = [size for size in TENSOR_SIZES if size in sizes]
+    stages = [size for size in sizes if size <= recipe.model.num_hidden_layers]
+    experts = [size for size in sizes if size <= shape.num_experts] or [1]
     plain = {key: value for key, value in config.items() if key not in ("tensor_parallel", "sequence_parallel_size")}
     for zero in (1, 2, 3):
         for pipeline in stages if zero == 1 and not shape.num_experts else [1]:

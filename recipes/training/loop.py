@@ -51,7 +51,10 @@ def run(script: str, description: str, method: Callable[[], Method], argv: list[
         arguments = parse_arguments(description, argv)
         place = distributed.find_place(arguments.local_rank)
         accelerator = distributed.choose_accelerator()
-        prepared = prepare(arguments, place.world_size, accelerator, content=place.rank == 0, script=script)
+        node, first = place.local_world_size, place.rank == 0
+        prepared = prepare(
+            arguments, place.world_size, accelerator, content=first, script=script, devices_per_node=node
+        )
         if place.rank == 0:
             run_directory.open_run_directory(prepared)
     except (InputError, ConnectionError) as error:

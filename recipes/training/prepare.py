@@ -13,7 +13,7 @@ from data_prep.samples import DataSpec, SampleStream
 from recipes.training import checkpoint_files, ds_config, ds_config_rules
 from recipes.training.recipe_file import load_recipe
 from recipes.training.settings import SYNTHETIC, Recipe
-from recipes.training.sizes import Sizes, resolve_sizes
+from recipes.training.sizes import Sizes, check_topology, resolve_sizes
 
 
 @dataclass
@@ -35,6 +35,7 @@ def prepare(
     files: bool = True,
     content: bool = True,
     script: str | None = None,
+    devices_per_node: int | None = None,
 ) -> Prepared:
     """Read and check what `arguments` (of `recipe_file.recipe_parser`) name. Raises InputError for the first mistake.
 
@@ -44,16 +45,17 @@ def prepare(
         files: whether to look at the data and the run directory too.
         content: whether to compare the content of the data with the checkpoint's (one rank is enough).
         script: the entry script that is to run the recipe, where known.
+        devices_per_node: ranks that share a host, where known.
     """
     try:
-        return _prepare(arguments, world_size, accelerator, files, content, script)
+        return _prepare(arguments, world_size, accelerator, files, content, script, devices_per_node)
     except OSError as error:
         if error.filename is None:
             raise
         raise of_file(error) from None
 
 
-def _prepare(arguments, world_size, accelerator, files, content, script) -> Prepared:
+def _prepare(arguments, world_size, accelerator, files, content, script, devices_per_node) -> Prepared:
     recipe, overrides = load_recipe(
         arguments.recipe, [*arguments.overrides, *_references(arguments)], arguments.deepspeed_config, arguments.resume
     )
@@ -70,6 +72,8 @@ def _prepare(arguments, world_size, accelerator, files, content, script) -> Prep
     ds_config_rules.check_layout(recipe, config, where, accelerator)
     parallel = ds_config.parallel_sizes(config, recipe.pipeline)
     sizes = None if world_size is None else resolve_sizes(recipe.global_batch_size, config, world_size, **parallel)
+    if sizes is not None and devices_per_node is not None:
+        check_topology(sizes, devices_per_node, where, arguments.allow_cross_node)
     if not files:
         return Prepared(recipe, config, sizes)
     if recipe.model.init_from is not None:

@@ -39,6 +39,9 @@ def recipe_parser(description: str, **options) -> OneLineParser:
     parser.add_argument("--start_from", metavar="RUN@STEP", help="short for checkpoint.start_from=...")
     parser.add_argument("--branch_from", metavar="RUN@STEP", help="short for checkpoint.branch_from=...")
     parser.add_argument(
+        "--allow_cross_node", action="store_true", help="take tensor and sequence groups that reach over several nodes"
+    )
+    parser.add_argument(
         "overrides", nargs="*", metavar="KEY=VALUE", help="schedule.steps=50; ds.zero_optimization.stage=2 for the JSON"
     )
     return parser
@@ -58,6 +61,8 @@ def load_recipe(
     pairs = [(key, value) for key, value in pairs if not key.startswith("ds.")]
     if deepspeed_config is not None:
         pairs.append(("deepspeed_config", deepspeed_config))
+    if (chosen := dict(pairs).get("deepspeed_config")) is not None:
+        pairs = [*map(_split_override, _overrides_in(chosen)), *pairs]
     if resume is not None:
         pairs.append(("checkpoint.resume", resume))
 
@@ -233,6 +238,16 @@ def _is_hub_name(value, base: Path) -> bool:
 def effective_yaml(recipe: Recipe) -> str:
     """The recipe as YAML that can be run again."""
     return yaml.safe_dump(dataclasses.asdict(recipe), sort_keys=False, allow_unicode=True)
+
+
+def _overrides_in(path: str) -> list[str]:
+    """The ds_config's `_recipe`: what the recipe says otherwise where this JSON is chosen in place of its own."""
+    from recipes.training.ds_config import load_ds_config
+
+    overrides = load_ds_config(path).get("_recipe", [])
+    if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
+        raise InputError(f'{path}: _recipe: {overrides!r} must be a list such as ["pipeline.stages=null"]')
+    return overrides
 
 
 def _find_recipe(path: str | Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 
 from data_prep.errors import InputError
@@ -101,6 +102,25 @@ def resolve_sizes(
             f"{BATCH} {stated[BATCH]} in the ds_config is not global_batch_size {batch}; leave {BATCH} out"
         )
     return Sizes(world_size, data, tensor, pipeline, sequence, expert, micro, accumulation, batch)
+
+
+def check_topology(sizes: Sizes, devices_per_node: int, where: str, allow_cross_node: bool = False) -> None:
+    """Refuse tensor and sequence groups across nodes: they wait for each other in every layer.
+
+    Ranks of such a group are neighbours: pipeline stages lie furthest apart, then data-parallel ranks.
+    """
+    node = devices_per_node
+    for name, size in (("tensor", sizes.tensor), ("sequence", sizes.sequence)):
+        if sizes.world > node and node % size and not allow_cross_node:
+            raise InputError(
+                f"{where}: {name} parallel size {size} does not divide the {node} devices of a node: groups would cross nodes "
+                "and wait for the network in every layer; use a divisor, or --allow_cross_node"
+            )
+
+
+def divisors(number: int) -> list[int]:
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
 
 
 def _positive_integer(value, key: str) -> int:

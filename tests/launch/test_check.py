@@ -38,7 +38,7 @@ def test_everything_shipped_passes_at_its_own_world_size(capsys):
     blocks = printed.strip().split("\n\n")
     assert len(blocks) == len(list((REPOSITORY / "ds_configs").glob("*.json")))
     assert "405b.json, 8192 x h100-80gb" in printed and "x data parallel 64 on 8192 ranks" in printed
-    assert "405b.h200-1024.json, 1024 x h200-141gb" in printed and "x data parallel 8 on 1024 ranks" in printed
+    assert "405b.h200-1024.json, 1024 x h200-141gb" in printed and "x data parallel 1024 on 1024 ranks" in printed
     warned = {block.partition(",")[0] for block in blocks if "warning" in block}
     assert warned == {"235b_a22b.json", "671b_a37b.json"}  # whose experts are on more devices than a node has
     assert (
@@ -246,7 +246,7 @@ def test_idle_pipeline_stages(tiny, capsys):
 
 GOOD_KIND = (
     "{memory_gib: 1, bf16_tflops: 1, fp32_tflops: 1, memory_gb_s: 1, fast_gb_s: 1, network_gb_s: 1, host_gb_s: 1, "
-    "calibration: none}"
+    "devices_per_node: 8, fast_domain: 8, calibration: none}"
 )
 
 
@@ -259,6 +259,7 @@ GOOD_KIND = (
             "mine: host_gb_s: '25 GB' must be a positive",
         ),
         (f"mine: {GOOD_KIND.replace('fast_gb_s: 1', 'fast_gb_s: 0')}", "mine: fast_gb_s: 0 must be a positive number"),
+        (f"mine: {GOOD_KIND.replace('n: 8', 'n: 8.5')}", "mine: fast_domain: 8.5 must be a positive integer"),
         (f"mine: {GOOD_KIND.replace('none', '5')}", "mine: calibration: 5 must be text"),
         (
             f"mine: {GOOD_KIND.replace('{', '{memory_gb: 1, ')}",

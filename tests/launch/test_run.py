@@ -9,6 +9,7 @@ from deepspeed.launcher import runner
 
 from data_prep.errors import InputError
 from launch import check, run
+from recipes.training import loop
 from tests.conftest import make_tiny, write_tokens
 
 
@@ -38,6 +39,28 @@ def test_options_are_those_of_the_installed_launcher():
     flags = {s for a in actions if a.nargs == 0 for s in a.option_strings}
     assert flags == set(run.FLAGS)
     assert {s for a in actions for s in a.option_strings} - flags == set(run.WITH_VALUE)
+
+
+def test_groups_stay_on_a_host_of_the_file(tiny, tmp_path, monkeypatch):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=3\nb slots=3\n")
+    assert run.world_size_of({"--hostfile": str(hosts)}) == 6
+    assert run.hosts_of({"-H": str(hosts), "--include": "a"}) is None
+    tensor = ["ds.tensor_parallel.autotp_size=2", "ds.train_micro_batch_size_per_gpu=1", "global_batch_size=6"]
+    arguments, options = ["--recipe", str(tiny), *tensor], {"--hostfile": str(hosts)}
+    crossing = "tensor parallel size 2 does not divide the 3 devices of a node: groups would cross nodes"
+    with pytest.raises(InputError, match=crossing):
+        run.check_script("recipes/pretrain.py", arguments, options, "cpu")
+    assert run.check_script("recipes/pretrain.py", [*arguments, "--allow_cross_node"], options, "cpu").name == "tiny"
+
+    # and so say the ranks, by the environment that torchrun gives them
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 3, "MASTER_ADDR": "a", "MASTER_PORT": 1}
+    for name, value in place.items():
+        monkeypatch.setenv(name, str(value))
+    told = []
+    monkeypatch.setattr(loop.faults, "refuse_before_start", lambda error: told.append(str(error)) or 2)
+    assert loop.run("recipes/pretrain.py", "", None, arguments) == 2
+    assert len(told) == 1 and crossing in told[0]
 
 
 def test_misspelt_launcher_option():

@@ -41,6 +41,8 @@ def test_hardware_variants_by_name(capsys):
     words = command(capsys, "local", "8b.h200")
     assert words[words.index("--recipe") + 1] == "8b"
     assert words[words.index("--deepspeed_config") + 1] == str(REPOSITORY / "ds_configs" / "8b.h200.json")
+    words = command(capsys, "slurm", "405b.h200-1024")[-1].split()
+    assert str(REPOSITORY / "recipes" / "pretrain.py") in words  # not in stages, as its _recipe says
     refused("ds_configs has no 8b.tpu.json; for 8b there are 8b, 8b.h200, 8b.rtx4090", "local", "8b.tpu", "--dry_run")
 
 
@@ -59,6 +61,36 @@ def test_slurm_options_come_from_the_hardware_note(capsys):
     assert words[8] == "--wrap" and "MASTER_ADDR=$(scontrol show hostnames" in words[9]
     assert "exec srun --kill-on-bad-exit=1" in words[9] and "--recipe qwen3_moe_535b" in words[9]
     assert subprocess.run(["bash", "-n", "-c", words[9]]).returncode == 0
+
+
+def test_a_job_without_gpus_asks_for_none(capsys):
+    words = command(capsys, "slurm", "demo")
+    assert "--ntasks-per-node=2" in words and not any("gpus" in word for word in words)
+
+
+def test_what_a_run_begins_from_and_crossing_nodes_are_passed_on(capsys):
+    words = command(capsys, "slurm", "70b", "--start_from", "a@5", "--allow_cross_node")[-1]
+    assert " --start_from a@5 " in words and " --allow_cross_node" in words
+
+
+def test_a_host_file_has_a_slot_for_every_device(capsys, tmp_path):
+    hosts = tmp_path / "hosts"
+    hosts.write_text("a slots=2\nb slots=2\n")
+    said = f"--hostfile {hosts} has 4 slots on 2 hosts, this run is for"
+    micro = "ds.train_micro_batch_size_per_gpu=2"
+    arguments = ["hostfile", "demo", micro, "--dry_run", "--hostfile", str(hosts)]
+    refused(f"{said} 2 devices: take out hosts, or pass --devices 4", *arguments)
+    refused(f"{said} 8 devices: add hosts, or pass --devices 4", *arguments, "--devices", "8")
+    assert command(capsys, *arguments, "--devices", "4")[3:6] == ["launch.run", "--hostfile", str(hosts)]
+
+
+@pytest.mark.parametrize("place", start.PLACES)
+def test_scripts_name_the_setup_where_there_is_no_environment(place, tmp_path):
+    (tmp_path / "launch").mkdir()
+    script = tmp_path / "launch" / f"{place}.sh"
+    script.write_bytes((REPOSITORY / "launch" / script.name).read_bytes())
+    done = subprocess.run(["bash", script, "demo", "--dry_run"], capture_output=True, text=True)
+    assert done.returncode == 2 and f"bash {tmp_path}/launch/setup.sh makes it" in done.stderr
 
 
 def test_hosts_of_a_file(capsys, tmp_path):

@@ -1,10 +1,12 @@
 """The cross-entropy that reuses its memory, against torch's."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
-from recipes.training.losses import token_loss_sum
+from recipes.training.losses import token_loss_sum, z_loss_sum
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -29,3 +31,11 @@ def test_a_second_backward_is_an_error():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("masked", [0, 1])
+def test_z_loss_leaves_masked_tokens_out(masked):
+    labels = torch.tensor([0, 1, 0])
+    labels[:masked] = -100
+    total = z_loss_sum(torch.zeros(3, 2), labels)
+    assert float(total) / (3 - masked) == pytest.approx(math.log(2) ** 2)  # 0.4805

@@ -12,6 +12,7 @@ from data_prep.samples import DataSpec, SampleStream
 from recipes import models
 from recipes.models import decoder, deepseek_v3, llama, qwen3_moe
 from recipes.models.build import build_model, initial_values, parameter_groups, persistent_buffers
+from recipes.training.engine import recompute_activations
 from recipes.training.losses import token_loss_sum
 from recipes.training.recipe_file import load_recipe
 from tests.conftest import REPOSITORY, write_tokens
@@ -455,6 +456,24 @@ def test_tensor_plan_of_experts_is_transformers_plan_without_them():
         assert {ending: kind for kind, endings in plan.items() for ending in endings if kind != "gathered"} == theirs
         modules = [name for name, _ in model.named_modules()]
         assert all(any(name.endswith(ending) for name in modules) for ending in theirs)
+
+
+@pytest.mark.parametrize(("interval", "forwards"), [(0, [1, 1, 1]), (1, [2, 2, 2]), (2, [2, 1, 2])])
+def test_recomputed_blocks_run_twice_a_micro_batch_and_give_the_same(interval, forwards):
+    model, tokens = build_model(settings(num_hidden_layers=3), 16, seed=1).train(), torch.arange(16)[None] % 64
+    expected = torch.autograd.grad(model(tokens, use_cache=False).logits.square().sum(), list(model.parameters()))
+    recompute_activations(model.model.layers, interval)
+    counts = [0] * 3
+    for number, block in enumerate(model.model.layers):
+
+        def counted(*arguments, forward=block.forward, number=number, **options):
+            counts[number] += 1
+            return forward(*arguments, **options)
+
+        block.forward = counted
+    found = torch.autograd.grad(model(tokens, use_cache=False).logits.square().sum(), list(model.parameters()))
+    assert counts == forwards
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def planned(plan: dict, name: str) -> str | None:

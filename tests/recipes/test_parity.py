@@ -1,10 +1,12 @@
 """Every layout against plain torch: three launches, of 2, 4 and 8 ranks, each of many layouts one after another.
 
-Proven here: fp32, gloo, tiny shapes. Not proven here: NCCL, bf16, flash attention, torch.compile.
+Proven here: fp32, gloo, tiny shapes, torch.compile on a CPU where there is a compiler. Not proven here: NCCL, bf16, flash
+attention, torch.compile on a GPU.
 """
 
 import json
 import math
+import shutil
 import sys
 
 import pytest
@@ -55,6 +57,8 @@ def stage(number: int) -> str:
     return f"ds.zero_optimization.stage={number}"
 
 
+COMPILED = {f"compiled, ZeRO-{n}": ("llama", [stage(n), "compute.compile=true"]) for n in (1, 3) if shutil.which("g++")}
+
 # Plain torch: {name: (recipe, overrides)}. Every other case names the one that it must equal.
 POISONED = "NaN in step 2: "
 PLAIN = {
@@ -94,6 +98,7 @@ CASES = {
         "z-loss in chunks": ("z-loss", ["loss.z_loss=0.01", "loss.chunk_tokens=7"]),
         "all blocks recomputed": ("llama", ["compute.activation_checkpoint_interval=1"]),
         "every second block recomputed, ZeRO-3": ("llama", [stage(3), "compute.activation_checkpoint_interval=2"]),
+        **COMPILED,
         "document mask": ("mask", [MASK]),
         "document mask, eager": ("mask", [MASK, "compute.attention=eager"]),
         **{f"SGD, ZeRO-{n}": ("sgd", [*SGD, stage(n)]) for n in range(4)},

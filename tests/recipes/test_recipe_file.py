@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -211,3 +212,18 @@ def test_a_tokenizer_is_a_directory_or_a_name_on_the_hub(tiny, tmp_path, monkeyp
         ("./a/b", str(tmp_path / "a/b")),
     ):
         assert load_recipe(tiny, [f"data.tokenizer={given}"])[0].data.tokenizer == read
+
+
+def test_a_chosen_ds_config_says_what_the_recipe_says_otherwise(tiny):
+    own, other = tiny.parent / "ds.json", tiny.parent / "other.json"
+    other.write_text(
+        json.dumps({"_recipe": ["schedule.steps=5", "global_batch_size=4"], **json.loads(own.read_text())})
+    )
+    recipe, _ = load_recipe(tiny, ["schedule.steps=6"], str(other))
+    assert (recipe.total_steps, recipe.global_batch_size) == (6, 4)  # the command line comes first
+    assert load_recipe(tiny, [f"deepspeed_config={other}"])[0].total_steps == 5
+    own.write_text(other.read_text())  # named by the recipe, it goes with what the recipe says
+    assert load_recipe(tiny)[0].global_batch_size == 8
+    other.write_text('{"_recipe": {"schedule.steps": 5}}')
+    with pytest.raises(InputError, match=r"other.json: _recipe: {'schedule.steps': 5} must be a list such as"):
+        load_recipe(tiny, [], str(other))

@@ -83,7 +83,7 @@ def planned(prepared) -> int:
     stage = dist.get_rank() // (dist.get_world_size() // sizes.pipeline)
     mine = [on_rank(layer, sizes) for layer in stages_of(shape, sizes.pipeline, recipe.pipeline.partition)[stage]]
     states = model_states(prepared.ds_config, sizes, mine)
-    return sum(states[key] for key in ("weights", "gradients", "master", "optimizer"))
+    return sum(states[key] for key in ("weights", "gradients", "master", "optimizer", "host"))
 
 
 def main() -> None:

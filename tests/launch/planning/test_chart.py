@@ -49,9 +49,18 @@ def test_schedules_that_the_micro_batches_allow():
     assert [name.partition(",")[0] for name in chart.schedules(4, 4)] == ["GPipe", "1F1B", "interleaved 1F1B"]
 
 
+def test_boxes_are_counted_as_they_are_drawn():
+    made = chart.schedules(4, 8)
+    assert len(made) == 4 and sum(len(passes) for begun, _ in made.values() for passes in begun) == chart.BOXES * 4 * 8
+
+
 def test_the_picture(tmp_path):
     shares = chart.draw(2, 4, tmp_path / "chart.png")
     assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
     assert shares["1F1B"] == pytest.approx(0.2)
+    with pytest.raises(
+        InputError, match=re.escape("1000 micro batches in 16 stages are 192,000 boxes, too many to see")
+    ):
+        chart.draw(16, 1000, tmp_path / "chart.png")
     with pytest.raises(InputError, match=re.escape("chart.txt: the picture is a .png, .svg or .pdf file")):
         chart.draw(2, 4, tmp_path / "chart.txt")

@@ -49,6 +49,12 @@ EXPERT = [
     "ds.expert_parallel.use_grouped_mm=false",
 ]
 PIPELINE = ["pipeline.stages=2"]
+DEEP = ["model.num_hidden_layers=24", "model.vocab_size=128"]
+OFFLOAD = [
+    "ds.zero_force_ds_cpu_optimizer=false",
+    "ds.zero_optimization.offload_optimizer.device=cpu",
+    "ds.zero_optimization.offload_param.device=cpu",
+]
 
 
 def stage(number: int) -> str:
@@ -58,7 +64,7 @@ def stage(number: int) -> str:
 ON_TWO = {
     **{f"fp32, stage {n}": ("dense", stage(n)) for n in (0, 1, 3)},
     # In fp32 the gradient that lies across two ranks' parts stays whole on both; in a deep model it does not count.
-    "fp32, stage 2": ("dense", stage(2), "model.num_hidden_layers=24", "model.vocab_size=128"),
+    "fp32, stage 2": ("dense", stage(2), *DEEP),
     "bf16, stage 0": ("dense", stage(0), BF16[0]),
     "bf16 summed in bf16, stage 1": ("dense", stage(1), BF16[0]),
     **{f"bf16, stage {n}": ("dense", stage(n), *BF16) for n in (1, 2, 3)},
@@ -66,6 +72,10 @@ ON_TWO = {
     "pipeline 2, bf16, stage 1": ("dense", *PIPELINE, *BF16),
     "tied pipeline 2, bf16, stage 1": ("dense", *PIPELINE, *BF16, "model.tie_word_embeddings=true"),
     **{f"expert 2, bf16, stage {n}": ("moe", *EXPERT, stage(n), *BF16) for n in (1, 2, 3)},
+    # Buffers of the largest parameter's size do not count in a deep model.
+    **{f"offload, bf16, stage {n}": ("dense", stage(n), *BF16, *DEEP, *OFFLOAD[:2]) for n in (1, 2, 3)},
+    "offload, bf16 summed in bf16, stage 2": ("dense", stage(2), BF16[0], *DEEP, *OFFLOAD[:2]),
+    "offload of weights too, bf16, stage 3": ("dense", stage(3), *BF16, *DEEP, *OFFLOAD),
 }
 ON_FOUR = {
     "tensor 2 x data 2, bf16, stage 2": ("dense", *TENSOR, stage(2), *BF16),
@@ -196,7 +206,7 @@ def test_offload_moves_states_to_the_host():
     zero = {"stage": 3, "offload_optimizer": cpu, "offload_param": cpu}
     moved = states({**LOW, "zero_optimization": zero}, rank(data=4), settings)
     assert (moved["weights"], moved["master"], moved["optimizer"], plain["host"]) == (0, 0, 0, 0)
-    assert moved["host"] == plain["weights"] + plain["master"] + plain["optimizer"] + plain["gradients"]
+    assert moved["host"] == plain["weights"] + plain["master"] + plain["optimizer"] + 2 * plain["gradients"]
 
 
 def test_experts_are_spread_over_the_ranks_that_hold_the_same_ones():
