@@ -27,6 +27,7 @@ import xxhash
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from data_prep.files import naming
 from recipes.training import checkpoint_files
 
 logger = logging.getLogger("recipes")
@@ -195,16 +196,15 @@ def write_state(path: Path, state) -> dict:
     check_finite(path.name, state)
     hashing = None
     try:
-        with open(path, "wb") as file:
-            hashing = _HashingFile(file)
+        with naming(path), open(path, "wb") as file:
+            hashing = _HashingFile(path, file)
             torch.save(state, hashing)
             file.flush()
             os.fsync(file.fileno())
     except (OSError, RuntimeError) as error:
         path.unlink(missing_ok=True)
-        cause = hashing and hashing.fault or error  # torch raises a RuntimeError of its own while it closes its archive
-        if isinstance(cause, OSError) and cause.filename is None:
-            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        if isinstance(error, RuntimeError) and hashing.fault is not None:  # torch has met it, and hides it
+            raise hashing.fault from None
         raise
     return hashing.entry()
 
@@ -227,15 +227,16 @@ def _buffers_of(state) -> set[int]:
 
 
 class _HashingFile:
-    def __init__(self, file):
-        self._file, self._hash, self._bytes = file, xxhash.xxh3_128(), 0
+    def __init__(self, path: Path, file):
+        self._path, self._file, self._hash, self._bytes = path, file, xxhash.xxh3_128(), 0
         self.fault: OSError | None = None
 
     def write(self, data) -> int:
         self._hash.update(data)
         self._bytes += len(data)
         try:
-            return self._file.write(data)
+            with naming(self._path):
+                return self._file.write(data)
         except OSError as error:
             self.fault = error
             raise

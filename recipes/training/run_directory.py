@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 
 from data_prep.errors import InputError
-from data_prep.files import make_directory, read_json, write_json, write_text
+from data_prep.files import make_directory, naming, read_json, write_json, write_text
 from recipes.training import checkpoint_files, faults
 from recipes.training.recipe_file import effective_yaml
 from recipes.training.settings import REPOSITORY
@@ -156,15 +156,16 @@ class SampleLog:
     """With monitor.samples, which samples a rank drew: a line a step in logs/samples_rank_N.jsonl."""
 
     def __init__(self, recipe, rank: int):
-        path = recipe.run_directory / "logs" / f"samples_rank_{rank}.jsonl"
-        self._file = open(path, "a", encoding="utf-8") if recipe.monitor.samples else None
+        self._path = recipe.run_directory / "logs" / f"samples_rank_{rank}.jsonl"
+        self._file = open(self._path, "a", encoding="utf-8") if recipe.monitor.samples else None
 
     def write(self, step: int, batch) -> None:
         """`batch`: the rank's StepBatch; its checksum tells whether two runs read the same tokens."""
         if self._file is not None:
             line = {"step": step, "samples": batch.samples.ravel().tolist(), "crc32": batch.checksum()}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            with naming(self._path):
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
 
 
 def memory_gib() -> float:

@@ -271,7 +271,9 @@ def results(tmp_path_factory):
 def test_every_engine_trains_on_and_loads_what_was_at_the_save(results, engine):
     """Two ranks; the writers are held until training has done another step."""
     for rank in results[engine]:
-        assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "step": 2}, engine
+        assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "draws": True, "step": 2}, (
+            engine
+        )
 
 
 WRITERS = {"torch": "TorchCheckpointEngine", "python": "FastCheckpointEngine", "decoupled": "DecoupledCheckpointEngine"}
@@ -301,6 +303,12 @@ def test_deepspeed_s_own_engines_load_what_was_at_the_save(results, case):
             "same 2": True,
             "same 3": True,
         }
+
+
+@pytest.mark.slow
+def test_a_second_save_waits_for_the_first(results):
+    for rank in results["second save"]:
+        assert rank == {"first": [], "held": True, "second": [1], "both": [1, 2]}
 
 
 @pytest.mark.slow
