@@ -108,7 +108,7 @@ def our_saves(engine, recipe, sizes, saves: int) -> dict:
 
     from recipes.training import async_checkpoint, checkpoint
 
-    saver, progress = checkpoint.Saver(engine, recipe, sizes, {}, 0), checkpoint.Progress()
+    saver, progress = checkpoint.Saver(engine, recipe, sizes, {"files": "synthetic"}, 0), checkpoint.Progress()
     write_state, writer_cpu = async_checkpoint.write_state, []
 
     def timed(path, state):

@@ -30,13 +30,16 @@ def of_file(error: OSError) -> InputError:
 
 
 def run_command(main) -> int:
-    """Run `main()` of a command line; returns the exit code: 0, 2 for an InputError, 130 for Ctrl-C."""
+    """Run `main()` of a command line; returns the exit code: 0, 2 for an InputError, 130 for Ctrl-C, 1 for a network fault."""
     try:
         return main() or 0
     except InputError as error:
         message = str(error)
     except BrokenPipeError:
         return 0
+    except ConnectionError as error:  # no mistake: another try can do
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except OSError as error:
         if error.filename is None:
             raise

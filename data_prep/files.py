@@ -31,6 +31,17 @@ def make_directory(path: Path, what: str) -> Path:
 
 
 @contextlib.contextmanager
+def naming(path: Path):
+    """An OSError that names no file, as that of a full disk does, names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+@contextlib.contextmanager
 def atomic_open(path: Path, mode: str = "w"):
     """Open a temporary file beside `path`; on leaving, fsync it and rename it to `path`.
 
@@ -53,7 +64,7 @@ def atomic_open(path: Path, mode: str = "w"):
 
 
 def write_text(path: Path, text: str) -> None:
-    with atomic_open(path) as handle:
+    with naming(path), atomic_open(path) as handle:
         handle.write(text)
 
 

@@ -29,7 +29,7 @@ from recipes.training.distributed import free_port
 from recipes.training.prepare import prepare
 from recipes.training.remarks import remarks
 from recipes.training.run_directory import check_unlocked
-from recipes.training.settings import REPOSITORY
+from recipes.training.settings import REPOSITORY, Recipe
 
 # The launcher's options; tests compare them with deepspeed's parser.
 FLAGS = """
@@ -144,12 +144,18 @@ def find_accelerator() -> str | None:
 
 
 def check_script(
-    script: str, arguments: list[str], options: dict[str, str], accelerator: str | None, tell: bool = False
-) -> Path | None:
-    """Check what the entry script would check; returns its run directory, None for a script that is not ours.
+    script: str,
+    arguments: list[str],
+    options: dict[str, str],
+    accelerator: str | None,
+    tell: bool = False,
+    content: bool = True,
+) -> Recipe | None:
+    """Check what the entry script would check; returns its recipe, None for a script that is not ours.
 
     Args:
         tell: print the warnings and notes.
+        content: as in `prepare`.
     """
     if "--module" in options:
         name = next((name for name in SCRIPTS if script == f"recipes.{name}"), None)
@@ -163,11 +169,11 @@ def check_script(
     parsed, hosts = parse_arguments("", arguments), hosts_of(options)
     node = None if hosts is None else devices_per_node(hosts)
     world_size, script = world_size_of(options), f"recipes/{name}.py"
-    prepared = prepare(parsed, world_size, accelerator, script=script, devices_per_node=node)
+    prepared = prepare(parsed, world_size, accelerator, content=content, script=script, devices_per_node=node)
     check_unlocked(prepared.recipe.run_directory)
     if tell:
         print("".join(f"{line}\n" for line in remarks(prepared.recipe, prepared.ds_config, prepared.sizes)), end="")
-    return prepared.recipe.run_directory
+    return prepared.recipe
 
 
 class Launch:
@@ -303,7 +309,8 @@ def main(argv: list[str] | None = None) -> int:
     options, launcher_arguments, script, arguments = split_command(argv)
     script = find_script(script, options)
     accelerator = find_accelerator()
-    run_directory = check_script(script, arguments, options, accelerator, tell=True)
+    recipe = check_script(script, arguments, options, accelerator, tell=True)
+    run_directory = recipe.run_directory if recipe is not None else None
     port = check_launcher(options)
     # deepspeed's one warning says that there is no host file
     quiet = [] if "--log_level" in options else ["--log_level", "error"]

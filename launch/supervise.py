@@ -8,12 +8,16 @@ For machines where nothing else restarts a job: under a scheduler that requeues,
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import math
 import os
 import signal
 import subprocess
 import sys
 import threading
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,6 +25,7 @@ import psutil
 from data_prep.errors import InputError, OneLineParser, run_command
 from launch import run
 from recipes.training import checkpoint_files, faults
+from recipes.training.settings import Recipe
 
 MARK = "LAUNCH_SUPERVISED"  # in the environment of all that one start has started
 LONGEST_PAUSE_S = 600
@@ -85,16 +90,48 @@ def end_left_over(mark: str) -> None:
     psutil.wait_procs(alive)
 
 
-def newest_step(run_directory: Path | None) -> int:
-    """Step of the newest checkpoint by number, -1 for none."""
-    found = checkpoint_files.checkpoints(run_directory / "checkpoints") if run_directory is not None else []
-    return checkpoint_files.step_of(found[-1]) if found else -1
+def published(recipe: Recipe | None) -> set[tuple[int, int]]:
+    """(step, time of its manifest) of each checkpoint: one that is saved again at the same step is another."""
+    found = set()
+    for path in checkpoint_files.checkpoints(recipe.run_directory / "checkpoints") if recipe is not None else []:
+        with contextlib.suppress(OSError):  # no checkpoint, or deleted meanwhile
+            found.add((checkpoint_files.step_of(path), (path / checkpoint_files.MANIFEST).stat().st_mtime_ns))
+    return found
 
 
-def was_stopped(run_directory: Path | None) -> bool:
+def saved_since(recipe: Recipe | None, before: set[tuple[int, int]]) -> bool:
+    """Whether training has saved a checkpoint since `before` was `published`; one that was only fetched does not count."""
+    if recipe is None:
+        return False
+    resume = recipe.checkpoint.resume
+    begun = int(resume) if resume.isdecimal() else -1
+    return any(step > begun for step, _ in published(recipe) - before)
+
+
+def was_stopped(recipe: Recipe | None) -> bool:
     """Whether the run saved and left on a signal, such as when its launcher was killed."""
-    state = faults.read_report(run_directory / "state.json") if run_directory is not None else None
-    return state is not None and state["state"] == "stopped"
+    state = faults.read_report(recipe.run_directory / "state.json") if recipe is not None else None
+    return isinstance(state, dict) and state.get("state") == "stopped"
+
+
+def going_on(command: list[str], recipe: Recipe) -> list[str]:
+    """The command for a run that has saved: --resume none, or STEP, would throw that away."""
+    return command if recipe.checkpoint.resume == "latest" else [*command, "--resume", "latest"]
+
+
+def not_negative(kind: type):
+    """For argparse: a number of `kind` from 0 on."""
+
+    def read(text: str):
+        try:
+            number = kind(text)
+        except ValueError:
+            number = -1
+        if not 0 <= number < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is no number from 0 on")
+        return number
+
+    return read
 
 
 def devices_present() -> int | None:
@@ -111,7 +148,7 @@ def fitting(command: list[str], accelerator: str | None) -> list[str]:
     for ranks in range(present, 0, -1):
         fewer = {**options, "--num_accelerators": str(ranks)}
         try:
-            run.check_script(run.find_script(script, options), arguments, fewer, accelerator)
+            run.check_script(run.find_script(script, options), arguments, fewer, accelerator, content=False)
         except InputError as error:
             refused = error
             continue
@@ -137,22 +174,26 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__.splitlines()[0],
         epilog="then as launch.run",
     )
-    parser.add_argument("--max_restarts", type=int, default=5, help="in a row without a new checkpoint (default: 5)")
-    parser.add_argument("--pause_s", type=float, default=10, help="before the first restart; doubled each time")
+    restarts, seconds = not_negative(int), not_negative(float)
+    parser.add_argument(
+        "--max_restarts", type=restarts, default=5, help="in a row without a new checkpoint (default: 5)"
+    )
+    parser.add_argument("--pause_s", type=seconds, default=10, help="before the first restart; doubled each time")
     own, command = parser.parse_known_args(argv)
     options, _, script, arguments = run.split_command(command)
     accelerator = run.find_accelerator()
-    run_directory = run.check_script(run.find_script(script, options), arguments, options, accelerator)
+    recipe = run.check_script(run.find_script(script, options), arguments, options, accelerator, content=False)
     supervisor, failures, first = Supervisor(), 0, ""
     while True:
-        before = newest_step(run_directory)
+        before = published(recipe)
         code, cause = supervisor.start(command if not failures else fitting(command, accelerator))
-        if code == faults.USER_MISTAKE or supervisor.stopped.is_set() or code == 0 and not was_stopped(run_directory):
+        if code == faults.USER_MISTAKE or supervisor.stopped.is_set() or code == 0 and not was_stopped(recipe):
             return code if code >= 0 else faults.FAULT
         if code == 0:
             cause = "stopped by a signal that did not come through this command"
-        if newest_step(run_directory) > before:
-            failures = 0
+        if saved_since(recipe, before):
+            failures, command = 0, going_on(command, recipe)
+            recipe = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="latest"))
         first = cause if failures == 0 else first
         failures += 1
         if failures > own.max_restarts:

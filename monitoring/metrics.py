@@ -8,6 +8,8 @@ import time
 from collections import deque
 from pathlib import Path
 
+from data_prep.files import naming
+
 # Training lines of metrics.jsonl, in this order. Validation lines have step, validation_loss, validation_tokens.
 KEYS = """
     step consumed_samples consumed_tokens loss grad_norm lr applied_updates skipped_steps loss_scale
@@ -44,7 +46,8 @@ class MetricsWriter:
 
     def __init__(self, run_directory: Path, attempt: int, first_step: int, tensorboard: bool = True):
         self.attempt = attempt
-        self._file = open(run_directory / "metrics.jsonl", "a+b")
+        self._path = run_directory / "metrics.jsonl"
+        self._file = open(self._path, "a+b")
         if self._file.tell():
             self._file.seek(-1, 2)
             if self._file.read() != b"\n":  # a disk that was full has cut the last line: what follows stays readable
@@ -63,8 +66,9 @@ class MetricsWriter:
         if "validation_loss" not in values:
             values = {key: values[key] for key in (*KEYS, *(key for key in OPTIONAL if key in values))}
         line = jsonable(values)
-        self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with naming(self._path):
+            self._file.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+            self._file.flush()
         if self._board is not None:
             group = "validation" if "validation_loss" in line else "train"
             for key, value in line.items():

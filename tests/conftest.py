@@ -30,6 +30,25 @@ def random_documents(count: int, vocab_size: int = 64, seed: int = 0) -> list[np
     return [random.randint(0, vocab_size, random.randint(5, 60)) for _ in range(count)]
 
 
+def publish_checkpoint(directory: Path, step: int, changes: dict | None = None, **files: bytes) -> Path:
+    """A checkpoint of files NAME.pt. `changes`: of its manifest."""
+    from recipes.training import checkpoint_files
+
+    path = directory / checkpoint_files.incomplete_tag(step)
+    path.mkdir(parents=True)
+    for name, content in files.items():
+        (path / f"{name}.pt").write_bytes(content)
+    counts = ("consumed_samples", "consumed_tokens", "applied_updates", "skipped_steps", "global_batch_size")
+    manifest = {
+        **dict.fromkeys((*counts, "total_steps", "seed", "optimizer_steps", "order_samples"), 8),
+        **{"left_out": [], "parent": None, "loss_scale": None, "model": {}, "data": {"files": "synthetic"}},
+        "layout": {"precision": "fp32", "zero_stage": 1},
+        "files": {name: checkpoint_files.entry_of(path / name) for name in checkpoint_files.files_of(path)},
+        **(changes or {}),
+    }
+    return checkpoint_files.publish(directory, step, manifest)
+
+
 TINY_RECIPE = {
     "name": "tiny",
     "seed": 7,
@@ -75,6 +94,24 @@ def make_tiny(folder: Path, **changes) -> Path:
     recipe = {**TINY_RECIPE, "output_dir": "runs", **changes}
     (folder / "tiny.yaml").write_text(yaml.safe_dump(recipe))
     return folder / "tiny.yaml"
+
+
+def add_checkpoint(recipe, ds_config: dict, sizes, step: int, **changes) -> Path:
+    """A checkpoint of a run as the recipe says, with a file that holds no weights. `changes`: of its manifest."""
+    from recipes.training import checkpoint_files, prepare
+    from recipes.training.checkpoint import Progress
+
+    samples = recipe.total_steps * recipe.global_batch_size
+    manifest = {
+        **Progress(step, step * recipe.global_batch_size).counters(),
+        **checkpoint_files.compatibility(recipe),
+        "layout": checkpoint_files.layout(ds_config, sizes),
+        "total_steps": recipe.total_steps,
+        "data": prepare.training_stream(recipe).fingerprint(recipe.data.order, samples),
+        "order_samples": samples,
+        **changes,
+    }
+    return publish_checkpoint(recipe.run_directory / "checkpoints", step, manifest, model=b"weights" * step)
 
 
 @pytest.fixture(scope="session")
@@ -144,8 +181,8 @@ def launch(command, *, env=None, when=None, then=None, limit_s: float = 150) -> 
     return Finished(process.returncode, output, time.monotonic() - begin)
 
 
-def launch_run(recipe: Path, *overrides: str, ranks: int = 2, **options) -> Finished:
-    command = [sys.executable, "-m", "launch.run", "--num_accelerators", ranks, "recipes/pretrain.py"]
+def launch_run(recipe: Path, *overrides: str, ranks: int = 2, script: str = "pretrain", **options) -> Finished:
+    command = [sys.executable, "-m", "launch.run", "--num_accelerators", ranks, f"recipes/{script}.py"]
     return launch([*command, "--recipe", recipe, *overrides], **options)
 
 

@@ -27,6 +27,7 @@ import xxhash
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointCommitInfo, CheckpointEngine
 
+from data_prep.files import naming
 from recipes.training import checkpoint_files
 
 logger = logging.getLogger("recipes")
@@ -188,32 +189,57 @@ class _Filler:
 
 
 def write_state(path: Path, state) -> dict:
-    """torch.save with fsync; returns the file's entry in the manifest. Raises FloatingPointError for a NaN or infinity."""
+    """torch.save with fsync; returns the file's entry in the manifest. Raises FloatingPointError for a NaN or infinity.
+
+    A file that can't be written whole is removed: on a full disk, logs and state.json need its room.
+    """
     check_finite(path.name, state)
-    with open(path, "wb") as file:
-        hashing = _HashingFile(file)
-        torch.save(state, hashing)
-        file.flush()
-        os.fsync(file.fileno())
+    hashing = None
+    try:
+        with naming(path), open(path, "wb") as file:
+            hashing = _HashingFile(path, file)
+            torch.save(state, hashing)
+            file.flush()
+            os.fsync(file.fileno())
+    except (OSError, RuntimeError) as error:
+        path.unlink(missing_ok=True)
+        if isinstance(error, RuntimeError) and hashing.fault is not None:  # torch has met it, and hides it
+            raise hashing.fault from None
+        raise
     return hashing.entry()
 
 
 def check_finite(name: str, state) -> None:
     """Weights that are not finite must not become the newest checkpoint."""
+    masks = _buffers_of(state)
     for tensor in tensors_of(state):
-        # The largest element is NaN if any one is. Minus infinity is left to attention masks among the buffers.
-        if tensor.dtype in FLOATS and tensor.numel() and not float(tensor.max()) < math.inf:
+        if tensor.dtype not in FLOATS or not tensor.numel():
+            continue
+        low, high = map(float, torch.aminmax(tensor))  # both NaN if any element is
+        if not high < math.inf or low == -math.inf and id(tensor) not in masks:
             raise FloatingPointError(f"{name} holds NaN or infinity: the checkpoint is not published")
 
 
+def _buffers_of(state) -> set[int]:
+    """The module's buffers, by id: an attention mask among them may hold minus infinity."""
+    module, names = (state.get(key) for key in ("module", "buffer_names")) if isinstance(state, dict) else (None, None)
+    return {id(module[name]) for name in names or () if name in module} if isinstance(module, dict) else set()
+
+
 class _HashingFile:
-    def __init__(self, file):
-        self._file, self._hash, self._bytes = file, xxhash.xxh3_128(), 0
+    def __init__(self, path: Path, file):
+        self._path, self._file, self._hash, self._bytes = path, file, xxhash.xxh3_128(), 0
+        self.fault: OSError | None = None
 
     def write(self, data) -> int:
         self._hash.update(data)
         self._bytes += len(data)
-        return self._file.write(data)
+        try:
+            with naming(self._path):
+                return self._file.write(data)
+        except OSError as error:
+            self.fault = error
+            raise
 
     def flush(self) -> None:
         self._file.flush()

@@ -6,6 +6,7 @@ import logging
 import random
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -16,11 +17,10 @@ from deepspeed.pipe import PipelineModule
 
 from data_prep.errors import InputError
 from data_prep.files import write_text
-from recipes.training import checkpoint_files, distributed, own_engines, universal
+from recipes.training import checkpoint_files, distributed, own_engines, universal, upload
 from recipes.training.async_checkpoint import SnapshotEngine, memory_limit
 from recipes.training.ds_config import selects_own_engine
 from recipes.training.schedule import recipe_factor
-from recipes.training.upload import Uploader
 
 logger = logging.getLogger("recipes")
 HYPERPARAMETERS = ("weight_decay", "betas", "eps", "momentum")
@@ -79,13 +79,15 @@ class Saver:
     `latest` by rank 0, who also deletes the checkpoints that are no longer kept. `finish` waits for all of it.
     """
 
-    def __init__(self, engine, recipe, sizes, fingerprint: dict, order_samples: int):
+    def __init__(self, engine, recipe, sizes, fingerprint: dict, order_samples: int, parent: str | None = None):
         """
         Args:
             fingerprint: of the data, compared on resume.
             order_samples: number of samples that the order was made for (part of the order under "megatron").
+            parent: RUN@STEP that the run began from.
         """
         self.engine, self.recipe, self.sizes = engine, recipe, sizes
+        self.parent = parent
         self.data = {"data": fingerprint, "order_samples": order_samples}
         self.directory = recipe.run_directory / "checkpoints"
         if selects_own_engine(engine.config):
@@ -96,11 +98,13 @@ class Saver:
         self._stage: str | None = None
         self._manifest: dict = {}
         uploads = recipe.checkpoint.upload is not None
-        self.uploader = Uploader(checkpoint_files.remote_directory(recipe)) if uploads else None
+        self.uploader = upload.Uploader(checkpoint_files.remote_directory(recipe)) if uploads else None
+        if self.uploader is not None:
+            self.uploader.catch_up(self.directory)
         self._saved_at, self._time_is_up = time.monotonic(), False
         if dist.get_rank() == 0:
-            for path in checkpoint_files.unfinished(self.directory):
-                shutil.rmtree(path)  # left by a run that ended while saving
+            for path, aside in checkpoint_files.remove_unfinished(self.directory):
+                logger.warning("%s is in the way of a checkpoint; moved to %s", path, aside)
 
     def save(self, progress: Progress) -> None:
         """Begin a checkpoint of `progress.step`, once the one before is published."""
@@ -118,7 +122,7 @@ class Saver:
             "step": progress.step,
             **progress.counters(),
             "left_out": progress.left_out,
-            "parent": self.recipe.checkpoint.start_from or self.recipe.checkpoint.branch_from,
+            "parent": self.parent,
             **checkpoint_files.compatibility(self.recipe),
             "layout": layout(self.engine, self.sizes),
             "total_steps": self.recipe.total_steps,
@@ -160,12 +164,17 @@ class Saver:
         while self._stage is not None:
             self._next_stage()
 
-    def close(self) -> None:
-        """Wait for everything, the newest checkpoint's upload included, and end a writer's process."""
+    def close(self, everything: bool = True, beat: Callable[[], None] = lambda: None) -> None:
+        """Wait for the newest checkpoint and its upload, and end a writer's process.
+
+        Args:
+            everything: wait for the uploads too that an earlier start has left.
+            beat: called as long as an upload moves.
+        """
         self.finish()
         self.writer.cleanup()
         if self.uploader is not None:
-            self.uploader.finish()
+            self.uploader.finish(everything, beat)
             if dist.get_rank() == 0 and (kept := checkpoint_files.checkpoints(self.directory)):
                 self._retire(kept[-1])  # what an upload still needed
 
@@ -242,6 +251,20 @@ def choose(recipe) -> Path | None:
     return found.chosen
 
 
+def choose_or_fetch(recipe, config: dict, sizes) -> Path | None:
+    """As `choose`; where no local checkpoint can be resumed from, a remote one is fetched, if there is any."""
+    fault, remote = None, recipe.checkpoint.upload is not None and recipe.checkpoint.resume != "none"
+    try:
+        path = choose(recipe)
+        if path is not None or not remote:
+            return path
+    except InputError as error:
+        if not remote:
+            raise
+        fault = str(error)
+    return upload.fetch(recipe, config, sizes, fault)
+
+
 def damage(path: Path) -> str | None:
     """Why files of a checkpoint do not have their checksums, None when all do; each rank reads its part."""
     names = list(checkpoint_files.read_manifest(path)["files"])[dist.get_rank() :: dist.get_world_size()]
@@ -288,6 +311,8 @@ def resume(engine, recipe, sizes, path: Path, fingerprint: dict, branch: bool = 
         )
     _apply_schedule(engine, recipe_factor(recipe))
     if rank == 0 and recipe.checkpoint.resume != "latest" and not branch:
+        if recipe.checkpoint.upload is not None:  # first: where it fails, nothing has changed here
+            upload.abandon(checkpoint_files.remote_directory(recipe), progress.step)
         write_text(path.parent / "latest", path.name)
         for later in checkpoint_files.checkpoints(path.parent):
             if checkpoint_files.step_of(later) > progress.step:

@@ -4,7 +4,8 @@
     checkpoints/latest           the newest one's name, replaced after its manifest
 
 A directory appears under its final name by a rename once its manifest is in it, so an incomplete one is either an
-`.incomplete_global_stepN`, or was damaged later: its files no longer have the sizes in the manifest.
+`.incomplete_global_stepN`, or was damaged later: its files no longer have the sizes in the manifest. A symbolic link of
+such a name is somebody else's: it is no checkpoint, and is left alone.
 """
 
 from __future__ import annotations
@@ -24,10 +25,17 @@ from data_prep.errors import InputError
 from data_prep.files import fsync_directory, write_text
 from recipes.training.ds_config import optimizer_states, precision, zero_stage
 
-TAG = re.compile(r"global_step(\d+)")
+TAG = re.compile(r"global_step(0|[1-9][0-9]*)")
 MANIFEST = "manifest.json"
 FORMAT = 2
 BLOCK = 16 * 2**20  # bytes read at once
+NUMBER, NONE = (int, float), type(None)
+FIELDS = {  # of the manifest, with their types
+    **dict.fromkeys(("step", "consumed_samples", "consumed_tokens", "applied_updates", "skipped_steps"), int),
+    **dict.fromkeys(("global_batch_size", "total_steps", "seed", "optimizer_steps", "order_samples"), int),
+    **{"left_out": list, "parent": (str, NONE), "loss_scale": (*NUMBER, NONE)},
+    **dict.fromkeys(("model", "layout", "data", "files"), dict),
+}
 
 
 @dataclass
@@ -48,7 +56,22 @@ def incomplete_tag(step: int) -> str:
 
 def unfinished(directory: Path) -> list[Path]:
     """Directories of checkpoints that were never published."""
+    return [path for path in _named_unfinished(directory) if _is_directory(path)]
+
+
+def remove_unfinished(directory: Path) -> list[tuple[Path, Path]]:
+    """Remove what a run left that ended while saving; what else has such a name is set aside: [(name, new name)]."""
+    for path in unfinished(directory):
+        shutil.rmtree(path)
+    return [(path, set_aside(path)) for path in _named_unfinished(directory)]
+
+
+def _named_unfinished(directory: Path) -> list[Path]:
     return [p for p in directory.glob(".incomplete_*") if TAG.fullmatch(p.name.removeprefix(".incomplete_"))]
+
+
+def _is_directory(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def step_of(path: Path) -> int:
@@ -57,6 +80,11 @@ def step_of(path: Path) -> int:
 
 def checkpoints(directory: Path) -> list[Path]:
     """Checkpoint directories by step, oldest first, complete or not."""
+    return [path for path in _named(directory) if _is_directory(path)]
+
+
+def _named(directory: Path) -> list[Path]:
+    """Checkpoint directories, and links to some, by step."""
     if not directory.is_dir():
         return []
     return sorted((p for p in directory.iterdir() if TAG.fullmatch(p.name) and p.is_dir()), key=step_of)
@@ -70,7 +98,7 @@ def find(directory: Path, resume: str, damaged: dict[Path, str] | None = None) -
 
     Raises InputError when checkpoints are there but none is complete, or the step asked for is not.
     """
-    candidates, damaged = checkpoints(directory), damaged or {}
+    candidates, damaged = _named(directory), damaged or {}
     if resume == "latest":
         found = Found(None)
         for path in reversed(candidates):
@@ -96,6 +124,8 @@ def find(directory: Path, resume: str, damaged: dict[Path, str] | None = None) -
 
 def incomplete_because(path: Path) -> str | None:
     """Why a checkpoint can't be used, by its manifest's file sizes; None when it can."""
+    if path.is_symlink():
+        return "it is a symbolic link; put the directory itself there"
     try:
         manifest = read_manifest(path)
     except InputError as error:
@@ -126,11 +156,30 @@ def read_manifest(path: Path) -> dict:
         raise InputError("it has no manifest.json: it was never finished") from None
     except (ValueError, OSError):
         raise InputError("its manifest.json can't be read") from None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+    check_manifest(manifest, step_of(path))
+    return manifest
+
+
+def check_manifest(manifest, step: int) -> None:
+    """Raises InputError when a checkpoint's manifest lacks something or holds what it can't hold."""
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict) or not manifest["files"]:
         raise InputError("its manifest.json lists no files")
     if manifest.get("format") != FORMAT:
         raise InputError(f"its manifest has format {manifest.get('format')!r}; this version reads {FORMAT}")
-    return manifest
+    for key, kind in FIELDS.items():
+        if key not in manifest or isinstance(manifest[key], bool) or not isinstance(manifest[key], kind):
+            raise InputError(f"its manifest has {key} {manifest.get(key)!r}")
+    if manifest["step"] != step:
+        raise InputError(f"its manifest is of step {manifest['step']}")
+    layout, files = manifest["layout"], manifest["data"].get("files")
+    if not isinstance(layout.get("precision"), str) or type(layout.get("zero_stage")) is not int:
+        raise InputError("its manifest has a layout without precision or zero_stage")
+    if not isinstance(files, str) and not (isinstance(files, list) and all(isinstance(one, dict) for one in files)):
+        raise InputError(f"its manifest has data of files {files!r}")
+    for name, entry in manifest["files"].items():
+        kinds = {key: type(value) for key, value in entry.items()} if isinstance(entry, dict) else None
+        if kinds != {"bytes": int, "xxh3_128": str}:
+            raise InputError(f"its manifest has for {name} {entry!r}")
 
 
 def entry_of(path: Path) -> dict:
@@ -166,21 +215,48 @@ def remote_directory(recipe) -> str:
 
 
 def remote_steps(url: str) -> list[int]:
-    """Steps of the whole checkpoints in a remote directory, newest first. Raises InputError when it can't be listed."""
+    """Steps of the whole checkpoints in a remote directory, newest first.
+
+    Raises InputError for a URL that is none, ConnectionError when it can't be listed now.
+    """
+    system, root = open_remote(url)
     try:
-        system, root = open_remote(url)
         found = {path.rsplit("/", 2)[-2] for path in system.glob(f"{root}/global_step*/{MANIFEST}")}
     except Exception as error:  # whatever the storage's client raises
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise InputError(f"checkpoint.upload: {url} can't be listed: {why}") from None
+        malformed = isinstance(error, ValueError) or type(error).__name__ == "ParamValidationError"  # botocore's
+        raise (InputError if malformed else ConnectionError)(
+            f"checkpoint.upload: {url} can't be listed: {why}"
+        ) from None
     return sorted((int(TAG.fullmatch(name).group(1)) for name in found if TAG.fullmatch(name)), reverse=True)
 
 
+def remote_candidates(recipe, fault: str | None) -> list[int]:
+    """Steps of the remote checkpoints that the run can go on from, newest first.
+
+    Args:
+        fault: why no local one will do; None where there are none.
+
+    Raises InputError where there is a fault and no remote one; else as `remote_steps`.
+    """
+    url, resume = remote_directory(recipe), recipe.checkpoint.resume
+    there = remote_steps(url)
+    wanted = there if resume == "latest" else [step for step in there if step == int(resume)]
+    if fault is not None and not wanted:
+        raise InputError(f"{fault}; steps in {url}: {', '.join(map(str, reversed(there))) or 'none'}")
+    return wanted
+
+
 def open_remote(url: str):
-    """(fsspec's file system, the path in it) of a URL."""
+    """(fsspec's file system, the path in it) of a URL. Raises InputError."""
     import fsspec
 
-    return fsspec.core.url_to_fs(url, use_listings_cache=False)
+    # A local file system makes no directories of its own accord, as object storage does.
+    local = {"auto_mkdir": True} if fsspec.utils.get_protocol(url) in ("file", "local") else {}
+    try:
+        return fsspec.core.url_to_fs(url, use_listings_cache=False, **local)
+    except (ValueError, ImportError) as error:
+        raise InputError(f"checkpoint.upload: {url}: {' '.join(str(error).split())}") from None
 
 
 def expected_bytes(parameters: int, ds_config: dict) -> int:
@@ -198,16 +274,20 @@ def size_of(path: Path) -> int:
 def retire(newest: Path, keep_last: int, keep_every: int | None, needed: Iterable[Path] = ()) -> list[Path]:
     """Delete checkpoints older than `newest`, which is published, but for those to be kept; returns the deleted ones.
 
-    One that holds a file which is not in its manifest, or has no manifest, is left alone.
+    Only whole ones, by their files' sizes, count as kept. One that holds a file which is not in its manifest, or has no
+    manifest, is left alone.
 
     Args:
         keep_last: number to be kept, `newest` among them.
         keep_every: those of every n-th step are kept besides.
         needed: kept besides.
     """
-    older = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
+    there = [path for path in checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
+    whole = [path for path in there if incomplete_because(path) is None]
     retired = []
-    for path in older[: max(len(older) - (keep_last - 1), 0)]:
+    if len(whole) < keep_last:
+        return retired
+    for path in there[: there.index(whole[-keep_last])]:
         if path in needed or keep_every and step_of(path) % keep_every == 0:
             continue
         try:
@@ -226,10 +306,10 @@ def retire(newest: Path, keep_last: int, keep_every: int | None, needed: Iterabl
 
 def set_aside(path: Path) -> Path | None:
     """Rename a file or directory out of the way, losing nothing; returns the new name, None when nothing was there."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     number = 1
-    while (aside := path.with_name(f"{path.name}.replaced_{number}")).exists():
+    while os.path.lexists(aside := path.with_name(f"{path.name}.replaced_{number}")):
         number += 1
     os.rename(path, aside)
     return aside
@@ -249,6 +329,22 @@ def parent_checkpoint(reference: str) -> Path:
     if not run or not (step.isascii() and step.isdecimal()):
         raise InputError(f"{reference!r} is not RUN@STEP: a run directory and the step of one of its checkpoints")
     return find(Path(run) / "checkpoints", step).chosen
+
+
+def parent_asked_for(recipe) -> str | None:
+    """RUN@STEP of `start_from` or `branch_from`."""
+    return recipe.checkpoint.start_from or recipe.checkpoint.branch_from
+
+
+def check_same_parent(path: Path, recipe) -> None:
+    """Raises InputError when the run that saved `path` did not begin where the recipe now says that it begins."""
+    was, now = read_manifest(path).get("parent"), parent_asked_for(recipe)
+    if now not in (None, was):
+        begun = f"began from {was}" if was is not None else "has no parent"
+        raise InputError(
+            f"{path}: this run {begun}, not {now}; leave checkpoint.start_from and branch_from out to go on with it, or use "
+            "another name=..."
+        )
 
 
 def check_same_model(path: Path, recipe) -> None:
@@ -344,9 +440,9 @@ def check_same_data(path: Path, now: dict) -> None:
         if len(was) == len(has):
             number, old, new = next((n, a, b) for n, (a, b) in enumerate(zip(was, has, strict=True), 1) if a != b)
             parts = [
-                "other content" if key == "content" else f"{key} {old[key]} (now {new[key]})"
+                "other content" if key == "content" else f"{key} {old[key]} (now {new.get(key)})"
                 for key in old
-                if old[key] != new[key]
+                if old[key] != new.get(key)
             ]
             difference = f"file {number}: {', '.join(parts)}"
     raise InputError(

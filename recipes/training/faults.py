@@ -43,17 +43,22 @@ class StopSignals:
 
 
 class SkipGuard:
-    """Ends a run whose updates are left out time after time, the gradients not being finite."""
+    """Ends a run whose updates are left out time after time: gradients that are not finite, or spikes."""
 
     def __init__(self, most_in_a_row: int):
-        self.most_in_a_row, self.in_a_row = most_in_a_row, 0
+        self.most_in_a_row, self.in_a_row, self.spikes = most_in_a_row, 0, 0
 
-    def check(self, step: int, applied: bool) -> None:
-        """Raises FloatingPointError at the limit, naming the last good step."""
+    def check(self, step: int, applied: bool, spiked: bool = False) -> None:
+        """Raises FloatingPointError at the limit, naming the last good step. `spiked`: the update was left out for that."""
         self.in_a_row = 0 if applied else self.in_a_row + 1
+        self.spikes = 0 if applied else self.spikes + spiked
         if self.in_a_row >= self.most_in_a_row:
+            causes = {0: "the gradients not being finite", self.in_a_row: "the loss being a spike"}
+            cause = causes.get(
+                self.spikes, f"{self.spikes} for a spike of the loss, the others' gradients not being finite"
+            )
             raise FloatingPointError(
-                f"{self.in_a_row} steps in a row had no update, the gradients not being finite; the last good step was "
+                f"{self.in_a_row} steps in a row had no update, {cause}; the last good step was "
                 f"{step - self.in_a_row} (guards.max_skipped_in_a_row)"
             )
 
@@ -168,18 +173,18 @@ def write_state(run_directory: Path, state: str, step: int | None, cause: str | 
         print(f"could not write {previous}: {problem}", file=sys.stderr)
 
 
-def refuse_before_start(error: InputError) -> int:
-    """A mistake found before the process group exists: every rank has found it, local rank 0 prints it.
+def refuse_before_start(error: InputError | ConnectionError) -> int:
+    """A mistake, or a storage out of reach, before the process group exists: every rank has found it, local rank 0 prints it.
 
     The others wait for the launcher to end them: one that left first would take rank 0 down before it printed.
     """
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if REPORT_VARIABLE in os.environ:
+        if REPORT_VARIABLE in os.environ and isinstance(error, InputError):
             Path(os.environ[REPORT_VARIABLE]).write_text(f"error: {error}", encoding="utf-8")
     else:
         time.sleep(20)
-    return USER_MISTAKE
+    return USER_MISTAKE if isinstance(error, InputError) else FAULT
 
 
 def _leave(code: int) -> None:

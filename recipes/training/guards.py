@@ -172,8 +172,8 @@ def _odd_ones(hashes: list[int], places: list[tuple[int, str]], step: int) -> st
     named = [place for value, place in zip(hashes, places, strict=True) if value != common or 2 * count <= len(hashes)]
     ranks = ", ".join(f"rank {rank} on {host}" for rank, host in named)
     return (
-        f"replicas differ after step {step}: {ranks} of {len(hashes)} ranks that should hold the same parameters; nothing was "
-        "saved (guards.replica_check_every)"
+        f"replicas differ after step {step}: {ranks} of {len(hashes)} ranks that should hold the same parameters; step {step} is "
+        "not saved, the checkpoints of this start before it were of equal replicas (guards.replica_check_every)"
     )
 
 

@@ -9,11 +9,13 @@ there again, and must arrive at the same samples and the same random states.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 
 import torch
 
+from data_prep.files import naming
 from recipes.training import distributed, faults
 from recipes.training.checkpoint import Progress, random_state
 
@@ -59,7 +61,10 @@ class LightStates:
     def _write(self, progress: Progress, metrics_bytes: int | None) -> None:
         self.file.parent.mkdir(exist_ok=True)
         temporary = self.file.with_suffix(".tmp")
-        torch.save(self._state(progress), temporary)
+        content = io.BytesIO()  # not straight to the file: torch hides why that could not be written
+        torch.save(self._state(progress), content)
+        with naming(temporary):
+            temporary.write_bytes(content.getbuffer())
         os.replace(temporary, self.file)  # not made durable: after a power cut an older one, or none, does as well
         if self.rank == 0:
             faults.write_state(

@@ -57,7 +57,7 @@ def run(script: str, description: str, method: Callable[[], Method], argv: list[
         )
         if place.rank == 0:
             run_directory.open_run_directory(prepared)
-    except InputError as error:
+    except (InputError, ConnectionError) as error:
         return faults.refuse_before_start(error)
     watch = faults.FaultWatch(prepared.recipe.run_directory, place.rank)
     try:
@@ -76,18 +76,21 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     logger.info("%s: %s", recipe.run_directory, sizes)
 
     # Heavy imports come after the process group: a mistake or a taken port is told before they are paid for.
-    from recipes.training import checkpoint, light_state, upload
+    from recipes.training import checkpoint, light_state
 
     way = method()
     if (warning := probe.check_checkpoint_directory(recipe, prepared.ds_config, place.rank)) is not None:
         logger.warning(warning)
-    upload.fetch(recipe, prepared.ds_config, sizes)
-    resume_from = checkpoint.choose(recipe)
-    branch_from = None
+    resume_from = checkpoint.choose_or_fetch(recipe, prepared.ds_config, sizes)
+    branch_from, source, parent = None, prepared, checkpoint_files.parent_asked_for(recipe)
+    if resume_from is not None:
+        if parent is not None:
+            logger.info("begun from %s, this run has checkpoints of its own: it goes on from those", parent)
+        parent = checkpoint_files.read_manifest(resume_from).get("parent")
     if resume_from is None and recipe.checkpoint.branch_from is not None:
         branch_from = parents.verified(recipe.checkpoint.branch_from)
     elif resume_from is None and recipe.checkpoint.start_from is not None:
-        prepared = parents.with_parent_weights(prepared, place.rank)
+        source = parents.with_parent_weights(prepared, place.rank)
     order_samples = checkpoint_files.order_samples(recipe, resume_from)
     stream = training_stream(recipe, order_samples)
     held_out = validation_stream(recipe)
@@ -96,7 +99,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         stream.prefetch()
     fingerprint = distributed.broadcast(stream.fingerprint() if place.rank == 0 else None)
     loaded_from = resume_from or branch_from
-    engine = way.build_engine(prepared if loaded_from is None else without_source(prepared))
+    engine = way.build_engine(source if loaded_from is None else without_source(prepared))
     checkpoint.seed_ranks(recipe.seed, 0, place.rank)
     progress = checkpoint.Progress()
     if loaded_from is not None:
@@ -110,7 +113,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     data_rank = sizes.data_rank(place.rank)
     sample_log = run_directory.SampleLog(recipe, place.rank)
 
-    saver = checkpoint.Saver(engine, recipe, sizes, fingerprint, order_samples)
+    saver = checkpoint.Saver(engine, recipe, sizes, fingerprint, order_samples, parent)
 
     def validate() -> None:
         loss, tokens = way.validate(engine, *held_out, sizes, data_rank)
@@ -124,16 +127,26 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
     def read_from_here() -> StepLoader:
         return StepLoader(stream, sizes, data_rank, progress.consumed_samples, recipe.data.prefetch_steps)
 
-    def roll_back(why: str) -> None:
-        """To the newest checkpoint, and on from there without the samples of this step."""
+    def save() -> None:
+        if replicas is not None:
+            replicas.check(progress.step)
+        saver.save(progress)
+
+    def roll_back(why: str) -> bool:
+        """To the newest checkpoint, and on from there without the samples of this step; False where there is none."""
         nonlocal progress
         saver.finish()
+        saved = distributed.broadcast(bool(checkpoint_files.checkpoints(saver.directory)))
+        # Going back takes time: left to the start that takes this step again.
+        if stopped and saved and progress.step < total:
+            logger.warning("step %d: %s; not saved", progress.step, why)
+            return True
         latest = replace(recipe, checkpoint=replace(recipe.checkpoint, resume="latest"))
         path = checkpoint.choose(latest)
         if path is None:
-            logger.warning("step %d: %s; there is no checkpoint to go back to", progress.step, why)
-            return
-        if len(progress.left_out) == recipe.guards.max_rollbacks:
+            logger.warning("step %d: %s; there is no checkpoint to go back to: going on", progress.step, why)
+            return False
+        if len(progress.left_out) >= recipe.guards.max_rollbacks:
             raise FloatingPointError(f"step {progress.step}: {why}, after {recipe.guards.max_rollbacks} rollbacks")
         spiked = [progress.consumed_samples - sizes.global_batch, progress.consumed_samples]
         left_out = [*progress.left_out, spiked]
@@ -143,6 +156,7 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         progress = checkpoint.resume(engine, latest, sizes, path, fingerprint)
         progress.left_out = left_out
         spikes.restore(progress.recent)
+        return True
 
     light = light_state.LightStates(recipe, sizes, place.rank, progress)
     if held_out is not None and progress.step == 0:
@@ -176,37 +190,37 @@ def train(prepared: Prepared, place: distributed.Place, watch: faults.FaultWatch
         if metrics is not None and (due(recipe.monitor.log_every_steps) or not result.applied):
             metrics.write(progress.step, {**values, "memory_gib": run_directory.memory_gib()})
             logger.info(step_line(progress.step, total, values, clock.eta_s(total - progress.step)))
-        if not result.applied:
+        spiked = spikes.see(progress.step, result)
+        progress.recent = spikes.state()
+        left_out = spiked is not None and recipe.guards.spike == "skip_step"  # the line of the spike says so
+        if not result.applied and not left_out:
             ranks = ", ".join(map(str, result.bad_ranks)) or "none: the gradients alone"
             logger.warning("step %d had no update; ranks with a loss that is not finite: %s", progress.step, ranks)
         light.see(progress, metrics.position if metrics is not None else None)
-        skips.check(progress.step, result.applied)
+        skips.check(progress.step, result.applied, left_out)
         saver.advance(*saving)
         if replicas is not None and progress.step % recipe.guards.replica_check_every == 0:
             replicas.check(progress.step)
-        spiked = spikes.see(progress.step, result)
-        progress.recent = spikes.state()
-        if spiked is not None and recipe.guards.spike == "rollback" and not stopped:
+        if spiked is not None and recipe.guards.spike == "rollback" and roll_back(spiked):
             loader.close()
-            roll_back(spiked)
             loader = read_from_here()
             watchdog.beat(progress.step)
             continue
         if stopped:  # before anything else: the time until the kill may be short
             if recipe.checkpoint.on_signal:
-                saver.save(progress)
+                save()
             saver.finish()
         if held_out is not None and due(recipe.validation.every_steps):
             validate()
         save_due |= saver.due(progress.step)
         # Not in a streak of steps without an update: its checkpoints would push out those before it.
         if save_due and not stopped and (result.applied or progress.step == total):
-            saver.save(progress)
+            save()
             save_due = False
         watchdog.beat(progress.step)
 
+    saver.close(not stopped, lambda: watchdog.beat(progress.step))
     watchdog.close()
-    saver.close()
     loader.close()
     if place.rank == 0:
         metrics.close()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import xxhash
+
 from data_prep.errors import InputError
 from recipes.training import checkpoint_files, distributed
 from recipes.training.prepare import Prepared
@@ -14,16 +16,22 @@ from recipes.training.recipe_file import load_recipe
 def with_parent_weights(prepared: Prepared, rank: int) -> Prepared:
     """The run with the parent's weights as model.init_from: exported once, so that any layout can take them."""
     recipe = prepared.recipe
-    directory = recipe.run_directory / "start_from"
+    path = verified(recipe.checkpoint.start_from)
+    directory = weights_directory(recipe.run_directory, path)
     if rank == 0 and not directory.is_dir():
         from recipes.export_hf import export
 
-        path = checkpoint_files.parent_checkpoint(recipe.checkpoint.start_from)
         parent, _ = load_recipe(path.parents[1] / "recipe.yaml")
         export(parent, path, directory, "fp32")
     distributed.barrier()
     model = replace(recipe.model, init_from=str(directory))
     return replace(prepared, recipe=replace(recipe, model=model))
+
+
+def weights_directory(run_directory: Path, parent: Path) -> Path:
+    """Of the parent's exported weights: other weights, known by the checksums in the manifest, are in another directory."""
+    manifest = (parent / checkpoint_files.MANIFEST).read_bytes()
+    return run_directory / f"start_from_{xxhash.xxh3_64_hexdigest(manifest)}"
 
 
 def verified(reference: str) -> Path:

@@ -197,11 +197,22 @@ def check_run_directory(recipe: Recipe, config: dict, sizes: Sizes | None, strea
                 )
         check_parent(recipe, config, sizes)
         return
-    found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
+    try:
+        found = checkpoint_files.find(recipe.run_directory / "checkpoints", recipe.checkpoint.resume)
+    except InputError as error:
+        if recipe.checkpoint.upload is None:
+            raise
+        if stream is not None:  # one rank asks for all
+            checkpoint_files.remote_candidates(recipe, str(error))
+        return  # the one that is fetched is checked then
     if found.chosen is None:
-        check_parent(recipe, config, sizes)
+        # Elsewhere a run goes on from its own copies, and its parent may not be there.
+        copies = recipe.checkpoint.upload is not None and checkpoint_files.parent_asked_for(recipe) is not None
+        if not copies or stream is not None and not checkpoint_files.remote_candidates(recipe, None):
+            check_parent(recipe, config, sizes)
         return
     checkpoint_files.check_compatible(found.chosen, recipe, config, sizes)
+    checkpoint_files.check_same_parent(found.chosen, recipe)
     num_samples = checkpoint_files.order_samples(recipe, found.chosen)
     if stream is not None:
         checkpoint_files.check_same_data(found.chosen, stream.fingerprint(recipe.data.order, num_samples))

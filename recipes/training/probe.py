@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import socket
@@ -11,6 +12,8 @@ from pathlib import Path
 from data_prep.errors import InputError
 from recipes import models
 from recipes.training import checkpoint_files, distributed
+
+logger = logging.getLogger("recipes")
 
 
 def check_checkpoint_directory(recipe, config: dict, rank: int) -> str | None:
@@ -32,9 +35,11 @@ def check_checkpoint_directory(recipe, config: dict, rank: int) -> str | None:
     for number, (_, seen, where) in enumerate(answers):
         if not seen:
             raise InputError(
-                f"{directory} is not the same directory everywhere: rank {number} on {where} does not see what rank 0 on "
+                f"{directory} is node-local, not shared: rank {number} on {where} does not see what rank 0 on "
                 f"{answers[0][2]} writes there; put output_dir on a file system that all hosts share"
             )
+    hosts = len({where for *_, where in answers})
+    logger.info("%s is shared by all ranks: %d on %d host%s", directory, len(answers), hosts, "s" * (hosts > 1))
     free = shutil.disk_usage(directory).free if rank == 0 else 0
     size, free = distributed.broadcast((checkpoint_bytes(recipe, config), free))
     room = f"{free / 2**30:.1f} GiB are free in {directory}, one checkpoint takes about {size / 2**30:.1f} GiB"

@@ -209,7 +209,7 @@ def resolve_paths(values: dict, base: Path) -> None:
         for key in ("start_from", "branch_from"):
             if isinstance(reference := saving.get(key), str):
                 run, _, step = reference.rpartition("@")
-                saving[key] = f"{absolute(run)}@{step}"
+                saving[key] = f"{absolute(run)}@{step}" if run else reference  # refused later, as it was given
     model = values.get("model")
     if isinstance(model, dict) and isinstance(source := model.get("init_from"), str):
         directory = Path(absolute(source))

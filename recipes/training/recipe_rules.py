@@ -135,7 +135,8 @@ def check_recipe(recipe: Recipe, where) -> None:
         "and model.init_from both say where the weights come from; keep one",
     )
     upload = recipe.checkpoint.upload
-    need(upload is None or is_url(upload), "checkpoint.upload", f"{upload!r} must be a URL, such as s3://bucket/runs")
+    a_url = upload is None or is_url(upload) and upload.rstrip("/").partition("://")[2]
+    need(a_url, "checkpoint.upload", f"{upload!r} must be a URL, such as s3://bucket/runs")
     keep_every, every = recipe.checkpoint.keep_every, recipe.checkpoint.every_steps
     need(
         keep_every is None or every is not None and keep_every % every == 0,

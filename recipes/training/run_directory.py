@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 
 from data_prep.errors import InputError
-from data_prep.files import make_directory, read_json, write_json, write_text
+from data_prep.files import make_directory, naming, read_json, write_json, write_text
 from recipes.training import checkpoint_files, faults
 from recipes.training.recipe_file import effective_yaml
 from recipes.training.settings import REPOSITORY
@@ -29,7 +29,7 @@ logger = logging.getLogger("recipes")
 def open_run_directory(prepared) -> None:
     """Rank 0 makes the directory and locks it; with --resume none an earlier run there is moved aside, whole.
 
-    Raises InputError when another run is at work in it.
+    Raises InputError when another run is at work in it, or it can't be written.
     """
     directory = prepared.recipe.run_directory
     make_directory(directory, "run directory")
@@ -47,7 +47,12 @@ _held: list = []  # open lock files; the locks end with the process
 
 
 def _lock(directory: Path):
-    file = open(directory / ".lock", "a")
+    try:
+        file = open(directory / ".lock", "a")
+    except OSError as error:
+        raise InputError(
+            f"{directory} can't be written: {error.strerror}; make it writable, or use another output_dir"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -124,6 +129,7 @@ def start_logging(directory: Path, rank: int) -> None:
         to_screen.setFormatter(logging.Formatter("%(message)s"))
         to_screen.addFilter(lambda record: record.name == "recipes" or record.levelno >= logging.WARNING)
         handlers.append(to_screen)
+    logging.raiseExceptions = False  # a full disk is told by what must be written, not by every line of a log
     root = logging.getLogger()
     root.handlers = handlers
     root.setLevel(logging.INFO)
@@ -150,15 +156,16 @@ class SampleLog:
     """With monitor.samples, which samples a rank drew: a line a step in logs/samples_rank_N.jsonl."""
 
     def __init__(self, recipe, rank: int):
-        path = recipe.run_directory / "logs" / f"samples_rank_{rank}.jsonl"
-        self._file = open(path, "a", encoding="utf-8") if recipe.monitor.samples else None
+        self._path = recipe.run_directory / "logs" / f"samples_rank_{rank}.jsonl"
+        self._file = open(self._path, "a", encoding="utf-8") if recipe.monitor.samples else None
 
     def write(self, step: int, batch) -> None:
         """`batch`: the rank's StepBatch; its checksum tells whether two runs read the same tokens."""
         if self._file is not None:
             line = {"step": step, "samples": batch.samples.ravel().tolist(), "crc32": batch.checksum()}
-            self._file.write(json.dumps(line) + "\n")
-            self._file.flush()
+            with naming(self._path):
+                self._file.write(json.dumps(line) + "\n")
+                self._file.flush()
 
 
 def memory_gib() -> float:

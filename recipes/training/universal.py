@@ -10,6 +10,7 @@ Here each rank copies its part of each tensor to where its optimizer keeps it, w
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -119,8 +120,7 @@ def convert_and_load(engine, recipe, sizes, checkpoint: Path) -> dict:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
         work = None
         if dist.get_rank() == 0:
-            for left in converted.parent.glob(f"*{converted.name}*"):  # by a run that ended in it
-                shutil.rmtree(left)
+            remove_leftovers(converted)
             work = pool.submit(convert, recipe, checkpoint, converted, max(1, (os.cpu_count() or 1) // 2))
         while not distributed.broadcast(work is not None and work.done()):
             time.sleep(0.5)
@@ -139,6 +139,14 @@ def convert_and_load(engine, recipe, sizes, checkpoint: Path) -> dict:
     if manifest["loss_scale"] is not None:
         engine.optimizer.loss_scale = manifest["loss_scale"]
     return progress
+
+
+def remove_leftovers(converted: Path) -> None:
+    """Remove what a run left that ended in a conversion to `converted`: the names that `convert` writes, no others."""
+    name = re.escape(converted.name)
+    for path in converted.parent.iterdir():
+        if re.fullmatch(rf"{name}|\.{name}\.\d+\.(tmp|old)", path.name) and path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Put on PYTHONPATH by tests: makes one rank of a real run fail, or slow down, at a step.
 
-FAULT_RANK, FAULT_STEP (from 1, of this start) and FAULT_KIND (a key of FAULTS) say where and how; SLOW_STEP_S delays
-every step, SLOW_WRITE_S every file of a checkpoint.
+FAULT_RANK, FAULT_STEP (from 1, of this start) and FAULT_KIND (a key of FAULTS) say where and how; with FAULT_IN=validate
+FAULT_STEP counts validations. SLOW_STEP_S delays every step, SLOW_WRITE_S every file of a checkpoint.
 """
 
 import errno
@@ -12,15 +12,16 @@ import signal
 import sys
 import time
 
-TARGET = "recipes.training.step"
+TARGETS = ("recipes.training.step", "recipes.training.pipeline")
 
 
 class Patcher(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path, target=None):
-        if name != TARGET:
+        if name not in TARGETS:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
+        sys.meta_path.insert(0, self)
         load = spec.loader.exec_module
 
         def load_and_patch(module):
@@ -32,19 +33,27 @@ class Patcher(importlib.abc.MetaPathFinder):
 
 
 def patch(module) -> None:
-    train_step, steps = module.train_step, 0
+    module.train_step = patched(module.train_step, slow=True)
+    module.validate = patched(module.validate)
 
-    def patched(*arguments, **options):
-        nonlocal steps
-        steps += 1
-        if steps == 1 and "SLOW_WRITE_S" in os.environ:
-            patch_writer(lambda: time.sleep(float(os.environ["SLOW_WRITE_S"])))
-        time.sleep(float(os.environ.get("SLOW_STEP_S", 0)))
-        if os.environ["RANK"] == os.environ.get("FAULT_RANK") and steps == int(os.environ["FAULT_STEP"]):
+
+def patched(function, slow: bool = False):
+    calls = 0
+
+    def call(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if slow:
+            if calls == 1 and "SLOW_WRITE_S" in os.environ:
+                patch_writer(lambda: time.sleep(float(os.environ["SLOW_WRITE_S"])))
+            time.sleep(float(os.environ.get("SLOW_STEP_S", 0)))
+        here = function.__name__ == os.environ.get("FAULT_IN", "train_step")
+        here = here and os.environ["RANK"] == os.environ.get("FAULT_RANK")
+        if here and calls == int(os.environ["FAULT_STEP"]):
             FAULTS[os.environ["FAULT_KIND"]](arguments[0])
-        return train_step(*arguments, **options)
+        return function(*arguments, **options)
 
-    module.train_step = patched
+    return call
 
 
 def patch_writer(first) -> None:
@@ -66,6 +75,13 @@ def fail(_engine) -> None:
 
 def kill(_engine=None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop(_engine) -> None:
+    """Asked twice, as schedulers do."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.1)
 
 
 def hang(_engine) -> None:
@@ -115,7 +131,9 @@ def kill_writing(_engine) -> None:
     patch_writer(kill)
 
 
-FAULTS = {f.__name__: f for f in (kill, hang, nan, flip, spike, nan_loss, disk_full, kill_writing)} | {"raise": fail}
+FAULTS = {f.__name__: f for f in (kill, stop, hang, nan, flip, spike, nan_loss, disk_full, kill_writing)} | {
+    "raise": fail
+}
 
 
 if "RANK" in os.environ:

@@ -97,6 +97,7 @@ def test_variants_name_their_hardware():
             "train_micro_batch_size_per_gpu: 8.0 must be a positive integer",
         ),
         (["pipeline.stages=2", "ds.zero_optimization.stage=2"], "2 does not go with pipeline.stages 2"),
+        (["--world_size", 2, "pipeline.stages=2", "data.max_epochs=0.5"], "more than data.max_epochs 0.5"),
         (["pipeline.stages=3"], "3 stages are more than the model's 2 layers"),
         (["ds.bf16.enabled=auto"], 'bf16.enabled: "auto" means something only inside the Hugging Face trainer'),
         (["ds.scheduler.params.warmup_steps=2"], "the learning rate schedule is the recipe's `schedule` section"),

@@ -210,6 +210,6 @@ def test_notes_are_said_once_before_the_run_starts(tiny, capsys):
         {"--num_accelerators": "2"},
         "cpu",
     ]
-    directory = run.check_script(*command, tell=True)
-    assert directory.name == "tiny" and "note: gradient_clipping: is off\n" in capsys.readouterr().out
-    assert run.check_script(*command) == directory and capsys.readouterr().out == ""
+    recipe = run.check_script(*command, tell=True)
+    assert recipe.name == "tiny" and "note: gradient_clipping: is off\n" in capsys.readouterr().out
+    assert run.check_script(*command) == recipe and capsys.readouterr().out == ""

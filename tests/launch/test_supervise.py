@@ -8,6 +8,7 @@ import pytest
 
 from data_prep.errors import InputError
 from launch import supervise
+from recipes.training.settings import CheckpointSettings, Recipe
 from tests.conftest import REPOSITORY, launch
 
 COMMAND = ["--num_accelerators", "8", "--log_level=info", "recipes/pretrain.py", "--recipe", "r.yaml"]
@@ -30,7 +31,17 @@ def stub(monkeypatch, tmp_path):
 
     use.checkpoints = tmp_path / "checkpoints"
     use.checkpoints.mkdir()
-    monkeypatch.setattr(supervise.run, "check_script", lambda *_: tmp_path)
+
+    def save(step):
+        folder = use.checkpoints / f"global_step{step}"
+        return f"mkdir {folder}; echo {{}} > {folder}/manifest.json; exit 1"
+
+    def resume(asked):
+        use.recipe = Recipe(tmp_path.name, output_dir=str(tmp_path.parent), checkpoint=CheckpointSettings(resume=asked))
+
+    use.save, use.resume = save, resume
+    resume("latest")
+    monkeypatch.setattr(supervise.run, "check_script", lambda *_, **__: use.recipe)
     monkeypatch.setattr(supervise.run, "find_script", lambda script, _: script)
     before = {number: signal.getsignal(number) for number in supervise.faults.StopSignals.NUMBERS}
     yield use
@@ -64,17 +75,44 @@ def test_it_gives_up_with_the_first_cause(stub, capfd):
 
 
 def test_a_new_checkpoint_counts_as_progress(stub, capfd):
-    save = "mkdir {}/global_step{}; exit 1"
-    starts = stub(*(save.format(stub.checkpoints, step) for step in (5, 10, 15)), "exit 1", "exit 0")
+    starts = stub(*(stub.save(step) for step in (5, 10, 15)), "exit 1", "exit 0")
     assert supervise.main(["--max_restarts", "2", "--pause_s", "0", *COMMAND]) == 0
-    assert len(starts) == 5
+    assert starts == [COMMAND] * 5
+
+
+def test_a_run_that_has_saved_is_not_begun_again(stub):
+    """--resume none, and STEP, hold until the first checkpoint of this run; one that was fetched is none."""
+    go_on = [*COMMAND, "--resume", "latest"]
+    stub.resume("none")
+    starts = stub("exit 1", stub.save(5), "exit 1", "exit 0")
+    assert supervise.main(["--pause_s", "0", *COMMAND]) == 0
+    assert starts == [COMMAND, COMMAND, go_on, go_on]
+    starts.clear()
+    stub.resume("3")  # 5 belongs to the branch that is left: it is saved anew
+    stub(stub.save(3), f"rm -r {stub.checkpoints}/global_step5; {stub.save(5)}", "exit 1", "exit 0")
+    assert supervise.main(["--max_restarts", "2", "--pause_s", "0", *COMMAND]) == 0
+    assert starts == [COMMAND, COMMAND, go_on, go_on]
+
+
+@pytest.mark.parametrize(
+    "option", ["--pause_s=nan", "--pause_s=-3", "--pause_s=inf", "--max_restarts=-1", "--pause_s=x"]
+)
+def test_bad_numbers(option):
+    with pytest.raises(InputError, match=r"argument --\w+: \S+ is no number from 0 on"):
+        supervise.main([option, *COMMAND])
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", "5", "", '{"state": "running"}'])
+def test_a_state_that_says_nothing(stub, content):
+    (stub.checkpoints.parent / "state.json").write_text(content)
+    assert not supervise.was_stopped(stub.recipe)
 
 
 def test_fewer_devices(stub, monkeypatch, capfd):
     monkeypatch.setattr(supervise, "devices_present", lambda: 7)
     tried = []
 
-    def check(_script, _arguments, options, _accelerator):
+    def check(_script, _arguments, options, _accelerator, **_):
         tried.append(int(options["--num_accelerators"]))
         if 8 % tried[-1]:
             raise InputError(f"8 is not divisible by {tried[-1]}")
@@ -86,7 +124,7 @@ def test_fewer_devices(stub, monkeypatch, capfd):
     monkeypatch.setattr(supervise, "devices_present", lambda: 8)
     assert supervise.fitting(COMMAND, None) == COMMAND
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise InputError("it was saved by 8 ranks")
 
     monkeypatch.setattr(supervise, "devices_present", lambda: 7)

@@ -3,12 +3,14 @@ own where they work; writes results.json."""
 
 import json
 import multiprocessing
+import random
 import sys
 import threading
 from pathlib import Path
 from unittest import mock
 
 import deepspeed
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -22,6 +24,7 @@ from tests.recipes.families import small
 
 FOLDER = Path(sys.argv[1])
 ADAM = {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}
+DATA = {"files": "synthetic"}  # its fingerprint
 EXPERTS = {"enabled": True, "autoep_size": 2, "preset_model": "qwen3_moe", "use_grouped_mm": False}
 SIZES = Sizes(
     world=2, data=2, tensor=1, pipeline=1, sequence=1, expert=1, micro_batch=2, accumulation=1, global_batch=4
@@ -82,7 +85,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def check(name: str, build, train) -> dict:
     recipe, _ = load_recipe(FOLDER / "tiny.yaml", [f"name={name.replace(' ', '_')}"])
     engine, progress = build(), checkpoint.Progress()
-    saver = checkpoint.Saver(engine, recipe, SIZES, {}, 0)
+    saver = checkpoint.Saver(engine, recipe, SIZES, DATA, 0)
     held, write_state = threading.Event(), async_checkpoint.write_state
 
     def late(path, state):
@@ -93,9 +96,12 @@ def check(name: str, build, train) -> dict:
         train(engine, progress.step)
         progress.advance(4, 32, True)
     before = state_of(engine)
+    checkpoint.seed_ranks(11, progress.step, dist.get_rank())
+    draw()  # no longer what seed_ranks gives
     with mock.patch.object(async_checkpoint, "write_state", late):
         saver.save(progress)
         result = {"busy": saver.flags()[0], "unpublished": not checkpoint_files.checkpoints(saver.directory)}
+        drawn = draw()
         train(engine, progress.step)
         result["moved_on"] = not same(before, state_of(engine))
         dist.barrier()
@@ -104,17 +110,23 @@ def check(name: str, build, train) -> dict:
     engine.destroy()
     engine = build()
     chosen = checkpoint.choose(recipe)
-    result["step"] = checkpoint.resume(engine, recipe, SIZES, chosen, {}).step
+    result["step"] = checkpoint.resume(engine, recipe, SIZES, chosen, DATA).step
     result["same"] = same(before, state_of(engine))
+    result["draws"] = draw() == drawn
     engine.destroy()
     return result
+
+
+def draw() -> list:
+    """From every source of randomness on this rank."""
+    return [torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), [random.random() for _ in range(3)]]
 
 
 def check_own_engine(name: str, build, train) -> dict:
     """As `check`, with the engine that the ds_config selects: nothing is published before a decoupled one's commit."""
     recipe, _ = load_recipe(FOLDER / "tiny.yaml", [f"name={name.replace(' ', '_').replace(',', '')}"])
     engine, progress = build(), checkpoint.Progress()
-    saver = checkpoint.Saver(engine, recipe, SIZES, {}, 0)
+    saver = checkpoint.Saver(engine, recipe, SIZES, DATA, 0)
     for _ in range(2):
         train(engine, progress.step)
         progress.advance(4, 32, True)
@@ -136,7 +148,7 @@ def check_own_engine(name: str, build, train) -> dict:
     engine.destroy()
     engine = build()
     for step, state in ((2, before), (3, after)):
-        resumed = checkpoint.resume(engine, recipe, SIZES, saver.directory / f"global_step{step}", {})
+        resumed = checkpoint.resume(engine, recipe, SIZES, saver.directory / f"global_step{step}", DATA)
         assert resumed.step == step
         result[f"same {step}"] = same(state, state_of(engine))
     engine.destroy()
@@ -163,13 +175,41 @@ def own_engines() -> dict:
     return cases
 
 
+def second_save(build) -> dict:
+    """Two saves at once: the second one waits until the first is published."""
+    recipe, _ = load_recipe(FOLDER / "tiny.yaml", ["name=second"])
+    engine = build()
+    saver, result = checkpoint.Saver(engine, recipe, SIZES, DATA, 0), {}
+    held, write_state = threading.Event(), async_checkpoint.write_state
+
+    def late(path, state):
+        assert held.wait(60)
+        return write_state(path, state)
+
+    def steps() -> list[int]:
+        return [checkpoint_files.step_of(path) for path in checkpoint_files.checkpoints(saver.directory)]
+
+    with mock.patch.object(async_checkpoint, "write_state", late):
+        saver.save(checkpoint.Progress(step=1))
+        result["first"] = steps()
+        dist.barrier()
+        threading.Timer(1, held.set).start()
+        saver.save(checkpoint.Progress(step=2))
+        result["held"] = held.is_set()
+        result["second"] = [step for step in steps() if step != 2]  # the other rank may be on its way already
+        saver.finish()
+    result["both"] = steps()
+    engine.destroy()
+    return result
+
+
 def by_the_clock(build) -> dict:
     """What a saver says before and after a checkpoint, with every_minutes passed and not."""
     options = ["name=clock", "checkpoint.every_steps=null", "checkpoint.every_minutes="]
     recipe, _ = load_recipe(FOLDER / "tiny.yaml", [*options[:2], options[2] + "1e-9"])
     patient, _ = load_recipe(FOLDER / "tiny.yaml", [*options[:2], options[2] + "60"])
     engine = build()
-    saver, result = checkpoint.Saver(engine, recipe, SIZES, {}, 0), {"not due": []}
+    saver, result = checkpoint.Saver(engine, recipe, SIZES, DATA, 0), {"not due": []}
     result["flags"] = saver.flags()
     result["not due"].append(saver.due(1))
     saver.advance(False, True, False)
@@ -182,7 +222,7 @@ def by_the_clock(build) -> dict:
         saver.writer.result()
         saver.advance(False, False, False)
     result["uploader"] = [call[0] for call in saver.uploader.method_calls]
-    result["patient"] = checkpoint.Saver(engine, patient, SIZES, {}, 0).flags()
+    result["patient"] = checkpoint.Saver(engine, patient, SIZES, DATA, 0).flags()
     engine.destroy()
     return result
 
@@ -196,6 +236,7 @@ def main() -> None:
         cases[f"experts {stage}"] = language_model("qwen3_moe", config)
     cases |= {f"pipeline {stage}": pipeline(stage) for stage in (0, 1)}
     results = {"clock": distributed.gather(by_the_clock(cases["stage 1"][0]))}
+    results["second save"] = distributed.gather(second_save(cases["stage 1"][0]))
     own = own_engines()
     # Pipelines last: DeepSpeed keeps their groups for every later engine.
     for name, case in sorted({**cases, **own}.items(), key=lambda item: "pipeline" in item[0]):

@@ -19,6 +19,7 @@ from recipes.training.prepare import training_stream
 from recipes.training.recipe_file import effective_yaml
 
 FOLDER, STEPS = Path(sys.argv[1]), 4
+DATA = {"files": "synthetic"}  # its fingerprint
 
 
 def run_case(case: dict) -> dict:
@@ -38,8 +39,8 @@ def run_case(case: dict) -> dict:
         if "resume" in case:
             source = Path(recipe.output_dir) / case["resume"].replace(" ", "_")
             path = source / "checkpoints" / checkpoint_files.tag(STEPS // 2)
-            progress = checkpoint.resume(engine, recipe, sizes, path, {})
-        saver = checkpoint.Saver(engine, recipe, sizes, {}, 0)
+            progress = checkpoint.resume(engine, recipe, sizes, path, DATA)
+        saver = checkpoint.Saver(engine, recipe, sizes, DATA, 0)
         for step in range(progress.step, STEPS):
             place = (sizes.micro_batch, sizes.accumulation, sizes.data, sizes.data_rank(dist.get_rank()))
             result = train_step(engine, collate(stream, rank_samples(step * sizes.global_batch, *place)), sizes)

@@ -126,7 +126,7 @@ def run_case(
     case = prepared(name, stage, micro, tied, *ds_overrides, **options)
     engine, progress = build_engine(case), checkpoint.Progress()
     initial = distributed.gather(digest(gathered(engine)))
-    data = {"data": name}
+    data = {"files": name}
     first, first_hashes = steps(engine, case, progress, STEPS // 2, poison)
     half_way = save(engine, case, progress, data)
     second, second_hashes = steps(engine, case, progress, STEPS)

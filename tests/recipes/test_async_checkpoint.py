@@ -1,12 +1,17 @@
 """The background writer of checkpoints: alone, and on two ranks under every kind of engine."""
 
+import errno
+import io
 import json
 import logging
+import os
+import random
 import sys
 import threading
 from collections import OrderedDict
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -110,15 +115,83 @@ def test_what_the_writer_raises_is_raised_at_the_next_step(tmp_path):
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("bad", ["nan", "inf"])
-def test_weights_that_are_not_finite_are_refused(tmp_path, asynchronous, bad):
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("of", ["module", "layer", "optimizer"])
+def test_weights_that_are_not_finite_are_refused(tmp_path, asynchronous, bad, of):
     engine = snapshot_engine(tmp_path, asynchronous=asynchronous)
     weights = torch.ones(10, dtype=torch.bfloat16)
-    mask = torch.full((2, 2), -torch.inf)
-    write(engine, tmp_path, {"module": {"w": weights, "mask": mask, "n": torch.arange(3)}})
+    module = {"mask": torch.full((2, 2), -torch.inf), "n": torch.arange(3)}
+    state = {"module": module, "buffer_names": ["mask", "n"], "optimizer": {"state": [weights]}}
+    if of == "module":
+        module["w"] = weights
+    elif of == "layer":  # a pipeline's file
+        state = {"w": weights}
+    write(engine, tmp_path, state)
     weights[7] = float(bad)
     with pytest.raises(FloatingPointError, match="a.pt holds NaN or infinity"):
-        write(engine, tmp_path, {"module": {"w": weights, "mask": mask}})
+        write(engine, tmp_path, state)
+
+
+@pytest.mark.parametrize("at", ["write", "flush", "fsync"])
+def test_a_file_that_can_not_be_written_is_named_and_removed(tmp_path, monkeypatch, at):
+    """torch raises an error of its own while it closes the archive that a full disk has cut."""
+    from recipes.training import async_checkpoint
+
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if at == "fsync":
+        monkeypatch.setattr(os, "fsync", refuse)
+    else:
+        raw = io.FileIO
+
+        class Full(raw):
+            def write(self, data):
+                return refuse() if at == "write" and self.tell() > 4096 or at == "flush" else super().write(data)
+
+        monkeypatch.setattr(
+            async_checkpoint, "open", lambda path, mode: io.BufferedWriter(Full(path, mode)), raising=False
+        )
+    size = 100_000 if at == "write" else 10
+    with pytest.raises(OSError, match="No space left on device: '.*a.pt'"):
+        async_checkpoint.write_state(tmp_path / "a.pt", {"w": torch.ones(size)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_random_states_are_restored(tmp_path):
+    """Of torch, numpy and Python, from a file that torch.load reads with weights_only=True."""
+    from recipes.training import checkpoint
+
+    def draw():
+        return torch.rand(3).tolist(), np.random.standard_normal(3).tolist(), [random.gauss(0, 1) for _ in range(3)]
+
+    checkpoint.seed_ranks(7, 3, 1)
+    np.random.standard_normal(), random.gauss(0, 1)  # one of two is kept for later
+    torch.save(checkpoint.random_state(), tmp_path / "random.pt")
+    drawn = draw()
+    assert draw() != drawn
+    checkpoint._restore_random_state(torch.load(tmp_path / "random.pt", weights_only=True))
+    assert draw() == drawn
+
+
+def test_what_a_conversion_left_is_removed_and_nothing_else(tmp_path):
+    from recipes.training import universal
+
+    ours = [".converted", "..converted.123.tmp", "..converted.4.old"]
+    foreign = [
+        "global_step6.converted_hf",
+        ".converted_hf",
+        "x.converted",
+        "..converted.123.tmp.mine",
+        "..converted.x.tmp",
+    ]
+    for name in (*ours, *foreign):
+        (tmp_path / name).mkdir()
+    (tmp_path / "..converted.5.tmp").write_text("mine")
+    (tmp_path / "..converted.6.tmp").symlink_to(tmp_path / foreign[0])
+    universal.remove_leftovers(tmp_path / ".converted")
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {*foreign, "..converted.5.tmp", "..converted.6.tmp"}
 
 
 class FakeDataStates:
@@ -198,7 +271,9 @@ def results(tmp_path_factory):
 def test_every_engine_trains_on_and_loads_what_was_at_the_save(results, engine):
     """Two ranks; the writers are held until training has done another step."""
     for rank in results[engine]:
-        assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "step": 2}, engine
+        assert rank == {"busy": True, "unpublished": True, "moved_on": True, "same": True, "draws": True, "step": 2}, (
+            engine
+        )
 
 
 WRITERS = {"torch": "TorchCheckpointEngine", "python": "FastCheckpointEngine", "decoupled": "DecoupledCheckpointEngine"}
@@ -228,6 +303,12 @@ def test_deepspeed_s_own_engines_load_what_was_at_the_save(results, case):
             "same 2": True,
             "same 3": True,
         }
+
+
+@pytest.mark.slow
+def test_a_second_save_waits_for_the_first(results):
+    for rank in results["second save"]:
+        assert rank == {"first": [], "held": True, "second": [1], "both": [1, 2]}
 
 
 @pytest.mark.slow

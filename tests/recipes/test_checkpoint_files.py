@@ -6,18 +6,14 @@ import pytest
 
 from data_prep.errors import InputError
 from recipes.training import checkpoint_files as files
+from tests.conftest import publish_checkpoint
 
 
 @pytest.fixture
 def directory(tmp_path):
     """Checkpoints 2 and 4."""
     for step in (2, 4):
-        path = tmp_path / files.incomplete_tag(step)
-        path.mkdir()
-        (path / "model.pt").write_bytes(b"m" * 100)
-        (path / "shard_1.pt").write_bytes(b"s" * 50)
-        entries = {name: files.entry_of(path / name) for name in files.files_of(path)}
-        files.publish(tmp_path, step, {"files": entries})
+        publish_checkpoint(tmp_path, step, model=b"m" * 100, shard_1=b"s" * 50)
     return tmp_path
 
 
@@ -95,10 +91,7 @@ def test_changed_content_of_the_same_size_is_found(directory):
 
 
 def test_publishing_again_keeps_the_old_one(directory):
-    path = directory / files.incomplete_tag(4)
-    path.mkdir()
-    (path / "new.pt").write_bytes(b"n")
-    files.publish(directory, 4, {"files": {"new.pt": files.entry_of(path / "new.pt")}})
+    publish_checkpoint(directory, 4, new=b"n")
     assert files.files_of(directory / "global_step4") == ["new.pt"]
     assert "model.pt" in files.files_of(directory / "global_step4.replaced_1")
     assert (directory / "latest").read_text() == "global_step4"
@@ -116,11 +109,39 @@ def test_manifest_of_another_format(directory):
     assert re.search("format 99", files.incomplete_because(directory / "global_step4"))
 
 
+WRONG = [
+    *({key: True} for key in files.FIELDS),
+    *({"step": value} for value in ("4", 2, None)),
+    *(
+        {"layout": value}
+        for value in ({}, {"precision": "fp32", "zero_stage": "1"}, {"precision": 32, "zero_stage": 1})
+    ),
+    *({"data": value} for value in (None, {}, {"files": None}, {"files": [1]})),
+    *({"files": {"model.pt": entry}} for entry in ({}, 100, None, {"bytes": 100}, {"bytes": "100", "xxh3_128": "0"})),
+    {"files": {}},
+]
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, *files.FIELDS], ids=str)
+def test_a_manifest_with_a_wrong_or_missing_field_is_passed_over(directory, wrong):
+    manifest = files.read_manifest(directory / "global_step4")
+    manifest = {**manifest, **wrong} if isinstance(wrong, dict) else {k: v for k, v in manifest.items() if k != wrong}
+    (directory / "global_step4" / "manifest.json").write_text(json.dumps(manifest))
+    found = files.find(directory, "latest")
+    assert files.step_of(found.chosen) == 2 and "manifest" in found.passed_over[0][1]
+
+
+def test_data_of_another_kind_is_told(directory):
+    was = {"files": [{"documents": 3, "content": "a"}]}
+    path = publish_checkpoint(directory, 6, model=b"m")
+    manifest = files.read_manifest(path)
+    (path / "manifest.json").write_text(json.dumps({**manifest, "data": was}))
+    with pytest.raises(InputError, match=r"file 1: documents 3 \(now None\)"):
+        files.check_same_data(path, {"files": [{"content": "a"}]})
+
+
 def add(directory, step):
-    path = directory / files.incomplete_tag(step)
-    path.mkdir()
-    (path / "model.pt").write_bytes(b"m")
-    return files.publish(directory, step, {"files": {"model.pt": files.entry_of(path / "model.pt")}})
+    return publish_checkpoint(directory, step, model=b"m")
 
 
 def steps_in(directory):
@@ -148,6 +169,42 @@ def test_what_is_not_ours_is_never_deleted(directory):
     before = sorted(path.name for path in directory.iterdir())
     assert files.retire(add(directory, 6), 1, None) == []
     assert sorted(path.name for path in directory.iterdir()) == sorted([*before, "global_step6"])
+
+
+def test_damaged_ones_do_not_count_as_kept(directory):
+    newest = [add(directory, step) for step in (6, 8, 10)][-1]
+    (directory / "global_step8" / "model.pt").write_bytes(b"")
+    assert files.retire(newest, 4, None) == [] and steps_in(directory) == [2, 4, 6, 8, 10]
+    assert files.retire(newest, 2, None) == [directory / "global_step2", directory / "global_step4"]
+    assert steps_in(directory) == [6, 8, 10]
+    (newest / "manifest.json").write_text("")
+    assert files.retire(newest, 1, None) == [] and steps_in(directory) == [6, 8, 10]
+
+
+def test_a_linked_checkpoint_is_somebody_else_s(directory, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    for step in (2, 4):
+        shutil.move(directory / f"global_step{step}", elsewhere)
+        (directory / f"global_step{step}").symlink_to(elsewhere / f"global_step{step}")
+    assert steps_in(directory) == []
+    with pytest.raises(InputError, match="no complete checkpoint in .*: global_step4: it is a symbolic link"):
+        files.find(directory, "latest")  # never a fresh start
+    newest = [add(directory, step) for step in (6, 8)][-1]
+    assert files.retire(newest, 2, None) == [] and files.retire(newest, 1, None) == [directory / "global_step6"]
+    assert steps_in(directory) == [8] and steps_in(elsewhere) == [2, 4]
+    assert all((directory / f"global_step{step}").is_symlink() for step in (2, 4))
+
+
+def test_what_is_in_the_way_of_a_checkpoint_is_moved(directory):
+    (directory / ".incomplete_global_step6").mkdir()
+    (directory / ".incomplete_global_step8").write_text("mine")
+    (directory / ".incomplete_global_step10").symlink_to(directory / "nowhere")
+    assert [path.name for path in files.unfinished(directory)] == [".incomplete_global_step6"]
+    moved = sorted(aside.name for _, aside in files.remove_unfinished(directory))
+    assert moved == [".incomplete_global_step10.replaced_1", ".incomplete_global_step8.replaced_1"]
+    assert (directory / moved[1]).read_text() == "mine" and (directory / moved[0]).is_symlink()
+    assert not (directory / ".incomplete_global_step6").exists() and files.remove_unfinished(directory) == []
+    assert steps_in(directory) == [2, 4]
 
 
 def test_unfinished_ones_are_known_by_name(directory):

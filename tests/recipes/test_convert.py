@@ -14,7 +14,7 @@ from recipes import convert, export_hf
 from recipes.models.build import persistent_buffers
 from recipes.training import checkpoint_files
 from recipes.training.recipe_file import load_recipe
-from tests.conftest import launch, launch_run, make_tiny, metrics
+from tests.conftest import launch, launch_run, make_tiny, metrics, publish_checkpoint
 from tests.recipes.families import SMALL, meta_model
 
 TENSOR = "ds.tensor_parallel.autotp_size=2"
@@ -222,11 +222,10 @@ def test_a_run_goes_on_with_another_number_of_ranks(tmp_path):
 )
 def test_what_can_not_be_converted_is_refused_by_name(tiny, now, files, message):
     recipe, _ = load_recipe(tiny)
-    layout = {"zero_stage": 2, "precision": "fp32"}
-    manifest = {"layout": layout, "step": 3, **checkpoint_files.compatibility(recipe), "files": {}}
-    path = tiny.parent / "global_step3"
-    path.mkdir()
-    manifest |= {"format": checkpoint_files.FORMAT, "files": dict.fromkeys(files, {})}
+    path = publish_checkpoint(tiny.parent, 3, model=b"m")
+    manifest = checkpoint_files.read_manifest(path)
+    manifest |= {"layout": {"zero_stage": 2, "precision": "fp32"}, **checkpoint_files.compatibility(recipe)}
+    manifest["files"] |= dict.fromkeys(files, manifest["files"]["model.pt"])
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(InputError, match=message):
         checkpoint_files.check_compatible(path, recipe, {"optimizer": {"type": "AdamW"}, **now}, None)

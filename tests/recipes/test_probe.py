@@ -1,12 +1,16 @@
+import logging
 import shutil
+import threading
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 
 from data_prep.errors import InputError
-from recipes.training import checkpoint_files, probe
+from recipes.training import probe
 from recipes.training.recipe_file import load_recipe
+from tests.conftest import publish_checkpoint
 
 FP32 = {"optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 1}}
 Usage = namedtuple("Usage", "total used free")
@@ -23,9 +27,52 @@ def recipe(tiny, monkeypatch):
     return loaded
 
 
-def test_a_directory_that_all_can_write(recipe):
-    assert probe.check_checkpoint_directory(recipe, FP32, 0) is None
-    assert list((recipe.run_directory / "checkpoints").iterdir()) == []
+def test_a_directory_that_all_can_write(recipe, caplog):
+    with caplog.at_level(logging.INFO, "recipes"):
+        assert probe.check_checkpoint_directory(recipe, FP32, 0) is None
+    directory = recipe.run_directory / "checkpoints"
+    assert list(directory.iterdir()) == []
+    assert caplog.messages == [f"{directory} is shared by all ranks: 2 on 2 hosts"]
+
+
+class Ranks:
+    """`distributed` for ranks that are threads."""
+
+    def __init__(self, world: int):
+        self._wait, self._values = threading.Barrier(world), [None] * world
+        self.here = threading.local()
+
+    def gather(self, value):
+        self._wait.wait(20)
+        self._values[self.here.rank] = value
+        self._wait.wait(20)
+        return list(self._values)
+
+    def broadcast(self, value):
+        return self.gather(value)[0]
+
+    def barrier(self):
+        self.gather(None)
+
+
+@pytest.mark.parametrize("fault", ["a file", "rank 1 can't write"])
+def test_every_rank_names_the_directory(recipe, monkeypatch, fault):
+    ranks, directory, write = Ranks(2), recipe.run_directory / "checkpoints", probe._write
+    monkeypatch.setattr(probe, "distributed", ranks)
+    if fault == "a file":
+        directory.rmdir()
+        directory.write_text("")
+    else:
+        monkeypatch.setattr(probe, "_write", lambda path: "Read-only file system" if ranks.here.rank else write(path))
+
+    def refused(rank: int) -> str:
+        ranks.here.rank = rank
+        return str(pytest.raises(InputError, probe.check_checkpoint_directory, recipe, FP32, rank).value)
+
+    with ThreadPoolExecutor(2) as pool:
+        told = list(pool.map(refused, (0, 1)))
+    assert told[0] == told[1] and f"can't write checkpoints in {directory}: " in told[0]
+    assert told[0].startswith("rank 0" if fault == "a file" else "rank 1")
 
 
 def test_a_rank_that_can_not_write_is_named(recipe):
@@ -36,7 +83,9 @@ def test_a_rank_that_can_not_write_is_named(recipe):
 
 def test_a_directory_that_is_not_shared(recipe):
     recipe.other = (None, False, "host_b")
-    with pytest.raises(InputError, match="rank 1 on host_b does not see what rank 0 on .* writes there"):
+    with pytest.raises(
+        InputError, match="is node-local, not shared: rank 1 on host_b does not see what rank 0 on .* writes there"
+    ):
         probe.check_checkpoint_directory(recipe, FP32, 0)
 
 
@@ -64,9 +113,5 @@ def test_room_for_the_next_two(recipe, monkeypatch):
 
 
 def test_the_newest_checkpoint_tells_the_size(recipe):
-    path = recipe.run_directory / "checkpoints" / checkpoint_files.incomplete_tag(2)
-    path.mkdir()
-    (path / "model.pt").write_bytes(b"m" * 1234)
-    entries = {"model.pt": checkpoint_files.entry_of(path / "model.pt")}
-    checkpoint_files.publish(path.parent, 2, {"files": entries})
+    publish_checkpoint(recipe.run_directory / "checkpoints", 2, model=b"m" * 1234)
     assert probe.checkpoint_bytes(recipe, FP32) == 1234

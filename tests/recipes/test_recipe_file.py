@@ -59,6 +59,7 @@ def test_unknown_key_names_file_line_and_nearest_key(tiny, section, key, line_of
         ("guards.spike=skip", "guards.spike 'skip' must be warn, skip_step, rollback or null"),
         ("checkpoint.keep_every=4", "checkpoint.keep_every 4 must be a multiple of checkpoint.every_steps 3"),
         ("checkpoint.upload=/mnt/copies", "checkpoint.upload '/mnt/copies' must be a URL"),
+        ("checkpoint.upload=s3://", "checkpoint.upload 's3://' must be a URL"),
         ("checkpoint.every_minutes=0", "checkpoint.every_minutes 0.0 must be positive"),
         ("schedule.warmup_steps=9", "schedule.warmup_steps is 9 steps, the whole run 8"),
         ("model.hidden_size=34", "model.hidden_size 34 is not divisible by num_attention_heads 4"),
