@@ -193,6 +193,9 @@ def test_a_linked_checkpoint_is_somebody_else_s(directory, tmp_path_factory):
     assert files.retire(newest, 2, None) == [] and files.retire(newest, 1, None) == [directory / "global_step6"]
     assert steps_in(directory) == [8] and steps_in(elsewhere) == [2, 4]
     assert all((directory / f"global_step{step}").is_symlink() for step in (2, 4))
+    add(directory, 4)  # in the way of one that is saved, it gives way as anything does
+    assert steps_in(directory) == [4, 8] and (directory / "global_step4.replaced_1").is_symlink()
+    assert steps_in(elsewhere) == [2, 4]
 
 
 def test_what_is_in_the_way_of_a_checkpoint_is_moved(directory):

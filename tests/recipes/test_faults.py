@@ -89,7 +89,9 @@ def test_a_disk_that_is_really_full(tmp_path, small_disk):
     assert finished.code == 1 and "No space left on device: " in finished.last_line, finished.output
     run = small_disk / "runs" / "tiny"
     assert f"'{run}/" in finished.last_line and "Logging error" not in finished.output
-    assert json.loads((run / "state.json").read_text())["state"] == "failed"
+    # The other rank can have taken the room that the failed file has left.
+    state = json.loads((run / "state.json").read_text())["state"]
+    assert state == "failed" or f"could not write {run}/state.json: [Errno 28] No space left" in finished.output
     latest = (run / "checkpoints" / "latest").read_text()
     found = checkpoint_files.find(run / "checkpoints", "latest")
     assert found.chosen.name == latest and found.passed_over == []
