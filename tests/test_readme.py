@@ -14,7 +14,7 @@ README = (REPOSITORY / "README.md").read_text()
 
 def test_links_and_files_exist():
     links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
-    assert links and all((REPOSITORY / link).exists() for link in links)
+    assert links and all((REPOSITORY / link.split("#")[0]).exists() for link in links)
     names = re.findall(r"`((?:recipes|ds_configs|data_prep|launch|monitoring|tests|docs)/[\w./]+)`", README)
     assert names and all((REPOSITORY / name).exists() for name in names)
 
