@@ -114,7 +114,7 @@ def take_recipe(arguments, usage: str) -> None:
     arguments.recipe, *arguments.overrides = arguments.overrides
     name, _, variant = arguments.recipe.partition(".")
     if (
-        variant in ("", "yaml")
+        variant in ("", "yaml", "json")
         or "/" in arguments.recipe
         or Path(arguments.recipe).is_file()
         or arguments.deepspeed_config

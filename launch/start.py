@@ -27,7 +27,9 @@ PLACES = ("local", "slurm", "hostfile")
 def training_command(arguments, prepared: Prepared) -> list[str]:
     """The entry script and its arguments."""
     script = str(REPOSITORY / prepared.recipe.entry_script)
-    recipe = ["--recipe", str(arguments.recipe), "--deepspeed_config", prepared.recipe.deepspeed_config]
+    recipe = ["--recipe", str(arguments.recipe)]
+    if arguments.deepspeed_config is not None:  # the recipe's own JSON stays its own: _recipe counts in others alone
+        recipe += ["--deepspeed_config", prepared.recipe.deepspeed_config]
     given = ((f"--{key}", getattr(arguments, key)) for key in ("resume", "start_from", "branch_from"))
     begin = [word for key, value in given if value is not None for word in (key, value)]
     crossing = ["--allow_cross_node"] if arguments.allow_cross_node else []

@@ -100,7 +100,10 @@ def published(recipe: Recipe | None) -> set[tuple[int, int]]:
 
 
 def saved_since(recipe: Recipe | None, before: set[tuple[int, int]]) -> bool:
-    """Whether training has saved a checkpoint since `before` was `published`; one that was only fetched does not count."""
+    """Whether there is a checkpoint that was not there in `before`, of `published`, and is later than the one asked for.
+
+    One that was only fetched counts where the newest is asked for.
+    """
     if recipe is None:
         return False
     resume = recipe.checkpoint.resume

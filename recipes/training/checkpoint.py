@@ -172,6 +172,7 @@ class Saver:
             beat: called as long as an upload moves.
         """
         self.finish()
+        beat()
         self.writer.cleanup()
         if self.uploader is not None:
             self.uploader.finish(everything, beat)
@@ -267,8 +268,12 @@ def choose_or_fetch(recipe, config: dict, sizes) -> Path | None:
 
 def damage(path: Path) -> str | None:
     """Why files of a checkpoint do not have their checksums, None when all do; each rank reads its part."""
-    names = list(checkpoint_files.read_manifest(path)["files"])[dist.get_rank() :: dist.get_world_size()]
-    faults = distributed.gather(checkpoint_files.damaged_because(path, names))
+    try:
+        names = list(checkpoint_files.read_manifest(path)["files"])[dist.get_rank() :: dist.get_world_size()]
+        fault = checkpoint_files.damaged_because(path, names)
+    except InputError as error:  # on this rank alone: the others are about to gather
+        fault = str(error)
+    faults = distributed.gather(fault)
     return next((fault for fault in faults if fault is not None), None)
 
 

@@ -283,11 +283,10 @@ def retire(newest: Path, keep_last: int, keep_every: int | None, needed: Iterabl
         needed: kept besides.
     """
     there = [path for path in checkpoints(newest.parent) if step_of(path) <= step_of(newest)]
-    whole = [path for path in there if incomplete_because(path) is None]
-    retired = []
-    if len(whole) < keep_last:
-        return retired
-    for path in there[: there.index(whole[-keep_last])]:
+    retired, whole = [], 0
+    while there and whole < keep_last:  # from the newest on: each look costs a call a file
+        whole += incomplete_because(there.pop()) is None
+    for path in there:
         if path in needed or keep_every and step_of(path) % keep_every == 0:
             continue
         try:

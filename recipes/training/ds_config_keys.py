@@ -25,7 +25,8 @@ _KEYS_BY_KIND: dict[str, dict[str, str]] = {
         "positive": """
             train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps sequence_parallel_size
             """,
-        "positive?": "steps_per_print vocabulary_size",
+        "positive?": "vocabulary_size",
+        "bucket?": "steps_per_print",
         "factor": "gradient_predivide_factor",
     },
     "optimizer": {"any": "type params", "flag": "legacy_fusion"},
@@ -82,8 +83,8 @@ _KEYS_BY_KIND: dict[str, dict[str, str]] = {
     "fp16": {
         "flag": "auto_cast consecutive_hysteresis enabled fp16_master_weights_and_grads",
         "number": "loss_scale",
-        "count": "hysteresis initial_scale_power",
-        "positive": "loss_scale_window min_loss_scale",
+        "count": "hysteresis initial_scale_power min_loss_scale",
+        "positive": "loss_scale_window",
     },
     "data_types": {"fp32|fp16|bf16?": "grad_accum_dtype param_dtype buffer_dtype", "patterns": "keep_in_fp32_modules"},
     "comms_logger": {"flag": "enabled prof_all verbose debug", "names": "prof_ops"},

@@ -366,7 +366,8 @@ def _check_params(built: str, params: dict, refuse: Callable) -> None:
     known = OPTIMIZER_PARAMS[built]
     for key, value in params.items():
         name = f"optimizer.params.{key}"
-        if key not in known and key in OPTIMIZER_PARAMS["torch.optim.AdamW"] and "torch_adam" in known:
+        torch_s = key in OPTIMIZER_PARAMS["torch.optim.AdamW"] and not params.get("torch_adam")
+        if key not in known and torch_s and "torch_adam" in known:
             refuse(name, "is torch's; state torch_adam true with it, or leave it out")
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1)

@@ -244,7 +244,7 @@ def _overrides_in(path: str) -> list[str]:
     """The ds_config's `_recipe`: what the recipe says otherwise where this JSON is chosen in place of its own."""
     from recipes.training.ds_config import load_ds_config
 
-    overrides = load_ds_config(path).get("_recipe", [])
+    overrides = load_ds_config(Path(path).expanduser()).get("_recipe", [])
     if not isinstance(overrides, list) or not all(isinstance(override, str) for override in overrides):
         raise InputError(f'{path}: _recipe: {overrides!r} must be a list such as ["pipeline.stages=null"]')
     return overrides

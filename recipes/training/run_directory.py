@@ -91,7 +91,9 @@ def record_start(prepared, device) -> int:
         }
     )
     write_json(environment, {"attempts": attempts})
-    write_text(directory / "ds_config.json", json.dumps(prepared.ds_config, indent=2) + "\n")
+    # Without `_recipe`, which recipe.yaml has in it.
+    config = {key: value for key, value in prepared.ds_config.items() if key != "_recipe"}
+    write_text(directory / "ds_config.json", json.dumps(config, indent=2) + "\n")
     kept = dataclasses.replace(
         recipe,
         deepspeed_config=str(directory / "ds_config.json"),

@@ -86,7 +86,8 @@ class Uploader:
 
     def needed(self) -> list[Path]:
         """Checkpoints that must not be deleted yet."""
-        return [path for path in (self.path, self._next, *self._older) if path is not None]
+        # Read by the thread that publishes: in the order opposite to that in which one moves on.
+        return [path for path in (*self._older, self._next, self.path) if path is not None]
 
     def finish(self, everything: bool = True, beat: Callable[[], None] = lambda: None) -> None:
         """Wait for the checkpoints of this start, or for `everything`: what an earlier one has left, too.
@@ -105,12 +106,15 @@ class Uploader:
                 self.advance()
 
     def _go_on(self) -> None:
-        self._stage, self.path = None, None
+        self._stage = None
         if self._next is not None:
-            path, self._next = self._next, None
-            self._clear(path)
+            self._clear(self._next)
+            self._next = None
         elif self._older and not self._leaving:
-            self._clear(self._older.pop(0))
+            self._clear(self._older[0])
+            del self._older[0]
+        else:
+            self.path = None
 
     def _clear(self, path: Path) -> None:
         self.path = path
@@ -139,6 +143,7 @@ def _put_part(path: Path, url: str, stage: str, rank: int, world: int, moved: Ca
             names = list(checkpoint_files.read_manifest(path)["files"])[rank::world] if stage == "files" else [manifest]
             for name in names:
                 system.put_file(str(path / name), f"{root}/{name}", callback=moved)
+                moved.relative_update()  # a local file system tells of no blocks
             return None
         except Exception as error:  # whatever the storage's client raises
             fault = _reason(error)

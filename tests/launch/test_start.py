@@ -1,5 +1,6 @@
 """launch/local.sh, slurm.sh and hostfile.sh, without starting anything."""
 
+import json
 import os
 import re
 import shlex
@@ -9,6 +10,8 @@ import pytest
 
 from data_prep.errors import InputError
 from launch import start
+from recipes.training.loop import parse_arguments
+from recipes.training.recipe_file import load_recipe
 from tests.conftest import REPOSITORY
 
 
@@ -115,7 +118,7 @@ def test_the_command_takes_the_place_of_the_process(tiny, monkeypatch):
     monkeypatch.setattr(os, "execvp", lambda program, words: started.append((program, words)))
     start.main(["local", str(tiny), "--devices", "2"])
     ((program, words),) = started
-    assert program == words[0] and words[-4:-2] == ["--recipe", str(tiny)]
+    assert program == words[0] and words[-2:] == ["--recipe", str(tiny)]
 
 
 @pytest.mark.parametrize("place", start.PLACES)
@@ -123,3 +126,17 @@ def test_scripts_from_another_directory(place, tmp_path):
     script = REPOSITORY / "launch" / f"{place}.sh"
     done = subprocess.run(["bash", script, "405b", "--dry_run"], cwd=tmp_path, capture_output=True, text=True)
     assert (done.returncode, "405b" in done.stdout) == ((2, False) if place == "local" else (0, True)), done.stderr
+
+
+def test_what_is_checked_is_what_is_started(tiny, capsys):
+    """`_recipe` in a recipe's own ds_config counts neither for the check nor for the ranks; in one that is chosen, for both."""
+    other = tiny.parent / "other.json"
+    other.write_text(
+        json.dumps({**json.loads((tiny.parent / "ds.json").read_text()), "_recipe": ["model.vocab_size=128"]})
+    )
+    tiny.write_text(tiny.read_text().replace("ds.json", "other.json"))
+    for options in ((), ("--deepspeed_config", str(other))):
+        words = command(capsys, "local", str(tiny), "--devices", "1", *options)
+        parsed = parse_arguments("", words[words.index("--recipe") :])
+        recipe, _ = load_recipe(parsed.recipe, parsed.overrides, parsed.deepspeed_config)
+        assert recipe.model.vocab_size == (128 if options else 64)
