@@ -92,9 +92,9 @@ def run_case(case: dict) -> dict:
                 moved.append({name: value for part in parts for name, value in part.items()})
             if values.expert_load is not None:
                 result["expert_load"] = values.expert_load
-        agreed(hashes(whole_weights(engine, prepared)))  # replicas and tied copies are still bitwise equal
+        _, apart = together(hashes(whole_weights(engine, prepared)))
         engine.destroy()
-    return {**result, "initial_weights": initial_hashes, "moved": moved}
+    return {**result, "initial_weights": initial_hashes, "moved": moved, "apart": apart}
 
 
 @contextlib.contextmanager
@@ -213,14 +213,23 @@ def whole_weights(engine, prepared) -> dict[str, torch.Tensor]:
     return {universal.whole_name(name): value for name, value in whole.items()}
 
 
-def agreed(values: dict[str, str]) -> dict[str, str]:
-    """All ranks' {name: value} together. Raises ValueError when two ranks have other values of one name."""
-    together: dict[str, str] = {}
+def together(values: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """(all ranks' {name: value} in one, names of which two ranks hold other values)."""
+    whole: dict[str, str] = {}
+    apart: dict[str, None] = {}
     for part in distributed.gather(values):
         for name, value in part.items():
-            if together.setdefault(name, value) != value:
-                raise ValueError(f"two ranks hold other values of {name}")
-    return together
+            if whole.setdefault(name, value) != value:
+                apart[name] = None
+    return whole, list(apart)
+
+
+def agreed(values: dict[str, str]) -> dict[str, str]:
+    """All ranks' {name: value} in one. Raises ValueError when two ranks hold other values of one name."""
+    whole, apart = together(values)
+    if apart:
+        raise ValueError(f"two ranks hold other values of {', '.join(apart)}")
+    return whole
 
 
 def hashes(weights: dict[str, torch.Tensor]) -> dict[str, str]:

@@ -25,7 +25,13 @@ def test_a_difference_names_step_and_parameters():
         "grad_norm": [1.0] * 4,
         "moved": [dict.fromkeys(names, 0.5)] * 4,
     }
-    assert prove.first_difference(plain, plain, 1e-4) is None
+    same = {**plain, "apart": []}
+    assert prove.first_difference(same, plain, 1e-4) is None
+    drifted = {**plain, "apart": names[1:]}
+    assert prove.first_difference(drifted, plain, 1e-4, bitwise=False) is None
+    assert prove.first_difference(drifted, plain, 1e-4) == (
+        "after step 4: ranks hold other values of the same weights in norms (model.norm.weight)"
+    )
     other = {
         **plain,
         "loss": [4.0, 3.0, 2.1, 1.0],

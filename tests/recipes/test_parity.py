@@ -227,6 +227,7 @@ def test_every_layout_equals_plain_torch(plain, results, ranks, name):
         assert [here for here, _ in pairs] == pytest.approx([there for _, there in pairs], rel=1e-4), key
     for here, there in zip(ours["other_losses"], theirs["other_losses"], strict=True):
         assert here == pytest.approx(there, rel=1e-4)
+    assert ours["apart"] == []  # replicas and tied copies are bitwise equal after the last step
     # The poisoned step alone is left out, on every rank: the steps after it equal those of plain torch without it.
     assert ours["applied"] == [step != poison for step in range(STEPS)]
     if poison is not None:
