@@ -144,7 +144,7 @@ def convert_and_load(engine, recipe, sizes, checkpoint: Path) -> dict:
 def remove_leftovers(converted: Path) -> None:
     """Remove what a run left that ended in a conversion to `converted`: the names that `convert` writes, no others."""
     name = re.escape(converted.name)
-    for path in converted.parent.iterdir():
+    for path in converted.parent.iterdir() if converted.parent.is_dir() else []:
         if re.fullmatch(rf"{name}|\.{name}\.\d+\.(tmp|old)", path.name) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
 
