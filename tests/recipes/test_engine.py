@@ -249,9 +249,9 @@ def test_master_weights_of_a_fused_optimizer_are_read(folder, tmp_path):
     """Fused Adam, which needs a GPU, keeps each group flat; the same checkpoint rewritten that way exports the same."""
     run = folder / "runs" / "s0_bf16"
     recipe, _ = load_recipe(run / "recipe.yaml")
-    shutil.copytree(run / "checkpoints" / "global_step4", tmp_path / "flat")
+    shutil.copytree(run / "checkpoints" / "global_step4", tmp_path / "flat" / "global_step4")
     listed = export_hf.full_weights(recipe, run / "checkpoints" / "global_step4", tmp_path)
-    file = tmp_path / "flat" / "mp_rank_00_model_states.pt"
+    file = tmp_path / "flat" / "global_step4" / "mp_rank_00_model_states.pt"
     state = torch.load(file, weights_only=False)
     optimizer = state["optimizer"]
     optimizer["fp32_groups_flat"] = [torch.cat([t.flatten() for t in g]) for g in optimizer.pop("fp32_groups")]
@@ -266,7 +266,7 @@ def test_master_weights_of_a_fused_optimizer_are_read(folder, tmp_path):
     for number, group in enumerate(groups):
         group["params"] = [number]
     torch.save(state, file)
-    flat = export_hf.full_weights(recipe, tmp_path / "flat", tmp_path)
+    flat = export_hf.full_weights(recipe, tmp_path / "flat" / "global_step4", tmp_path)
     assert all(torch.equal(flat[key], listed[key]) for key in listed)
 
 
