@@ -1,6 +1,6 @@
 """A run that is killed again and again at random moments, against one that is left alone.
 
-    python benchmarks/kill_storm.py [--kills 50] [--seed 1] [--directory DIR]
+    python benchmarks/kill_storm.py [--kills 50] [--seed 1] [--synchronous] [--directory DIR]
 
 Two ranks on this machine under launch.supervise, a checkpoint every 5 steps. Each kill is SIGKILL to one rank, to both, to
 deepspeed's launcher, or to launch.run; half of them come at a random moment, half while a checkpoint is being written
@@ -46,7 +46,7 @@ MODEL = {
 }
 
 
-def write_recipe(folder: Path) -> Path:
+def write_recipe(folder: Path, asynchronous: bool) -> Path:
     recipe = {
         "name": "storm",
         "output_dir": "runs",
@@ -54,7 +54,7 @@ def write_recipe(folder: Path) -> Path:
         "global_batch_size": 8,
         "data": {"files": "synthetic", "seq_length": 16},
         "schedule": {"steps": 10**6, "warmup_steps": 2, "decay": "constant"},
-        "checkpoint": {"every_steps": INTERVAL, "keep_last": 3},
+        "checkpoint": {"every_steps": INTERVAL, "keep_last": 3, "asynchronous": asynchronous},
         "monitor": {"tensorboard": False},
         "deepspeed_config": "ds.json",
     }
@@ -121,9 +121,9 @@ def wait_for(condition, supervisor: subprocess.Popen, log: Path, limit_s: float 
         time.sleep(0.01)
 
 
-def storm(folder: Path, kills: int, seed: int) -> dict:
+def storm(folder: Path, kills: int, seed: int, asynchronous: bool = True) -> dict:
     """Returns counts of what was killed, the most steps that one kill cost, and what came out wrong (nothing)."""
-    chance, recipe = random.Random(seed), write_recipe(folder)
+    chance, recipe = random.Random(seed), write_recipe(folder, asynchronous)
     run, log = folder / "runs" / "storm", folder / "storm.log"
     killed, lost, wrong, begin = collections.Counter(), [], [], time.monotonic()
     supervisor = start(recipe, log)
@@ -230,12 +230,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--synchronous", action="store_true", help="checkpoint.asynchronous: false")
     parser.add_argument("--directory", type=Path, help="kept; default: a temporary one")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         folder = arguments.directory or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        result = storm(folder, arguments.kills, arguments.seed)
+        result = storm(folder, arguments.kills, arguments.seed, not arguments.synchronous)
     print(json.dumps(result, indent=2))
     return 1 if result["wrong"] else 0
 
