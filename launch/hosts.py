@@ -1,4 +1,8 @@
-"""The host file of the deepspeed launcher: one line a host, `NAME slots=N`."""
+"""The host file of the deepspeed launcher: one line a host, `NAME slots=N`.
+
+DeepSpeed's own reader needs its import, which takes seconds and torch, and names neither file nor line of a mistake; the
+tests hold both to the same answer.
+"""
 
 from __future__ import annotations
 
